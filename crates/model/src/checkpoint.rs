@@ -1,0 +1,153 @@
+//! A checkpoint directory, or one that the binary carries, opened as a whole.
+
+use std::fs::File;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+
+use crate::config::Config;
+use crate::error::ModelError;
+use crate::safetensors::Tensors;
+use crate::weights::Weights;
+
+/// Where the files of a checkpoint are.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// A directory.
+    Directory(PathBuf),
+    /// Files inside the binary: name and content.
+    Embedded(&'static [(&'static str, &'static [u8])]),
+}
+
+/// The content of one file: mapped, inside the binary, or in memory.
+pub(crate) enum FileBytes {
+    Mapped(Mmap),
+    Static(&'static [u8]),
+    Owned(Vec<u8>),
+}
+
+impl Deref for FileBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            FileBytes::Mapped(map) => map,
+            FileBytes::Static(bytes) => bytes,
+            FileBytes::Owned(bytes) => bytes,
+        }
+    }
+}
+
+impl Source {
+    /// The source as messages call it.
+    pub fn describe(&self) -> String {
+        match self {
+            Source::Directory(path) => path.display().to_string(),
+            Source::Embedded(_) => "the checkpoint inside the binary".into(),
+        }
+    }
+
+    /// The file as messages call it.
+    pub fn name_of(&self, file: &str) -> String {
+        match self {
+            Source::Directory(path) => path.join(file).display().to_string(),
+            Source::Embedded(_) => format!("{file} inside the binary"),
+        }
+    }
+
+    /// Whether the file is there.
+    pub fn has(&self, file: &str) -> bool {
+        match self {
+            Source::Directory(path) => path.join(file).is_file(),
+            Source::Embedded(files) => files.iter().any(|(name, _)| *name == file),
+        }
+    }
+
+    /// A small file, read whole; `None` if it does not exist.
+    pub fn read_optional(&self, file: &str) -> Result<Option<Vec<u8>>, ModelError> {
+        match self {
+            Source::Directory(path) => match std::fs::read(path.join(file)) {
+                Ok(bytes) => Ok(Some(bytes)),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+                Err(source) => Err(ModelError::Read { file: self.name_of(file), source }),
+            },
+            Source::Embedded(files) => {
+                Ok(files.iter().find(|(name, _)| *name == file).map(|(_, bytes)| bytes.to_vec()))
+            }
+        }
+    }
+
+    /// A small file that the checkpoint cannot do without.
+    pub fn read(&self, file: &str) -> Result<Vec<u8>, ModelError> {
+        self.read_optional(file)?.ok_or_else(|| ModelError::MissingFile {
+            place: self.describe(),
+            file: file.into(),
+            needed: "config.json, tokenizer.json, a chat template and the weights",
+        })
+    }
+
+    /// A large file, mapped read-only.
+    #[expect(unsafe_code, reason = "memory mapping is unsafe by nature; see the SAFETY note")]
+    pub(crate) fn map(&self, file: &str) -> Result<FileBytes, ModelError> {
+        match self {
+            Source::Directory(path) => {
+                let read = |source| ModelError::Read { file: self.name_of(file), source };
+                let opened = File::open(path.join(file)).map_err(|e| match e.kind() {
+                    std::io::ErrorKind::NotFound => ModelError::MissingFile {
+                        place: self.describe(),
+                        file: file.into(),
+                        needed: "every shard that model.safetensors.index.json names; fetch it again",
+                    },
+                    _ => read(e),
+                })?;
+                // SAFETY: the map is read-only and handed out as bytes, for which every value is valid. A file that
+                // another program shortens while it is mapped ends this process by SIGBUS, as for every mapping
+                // reader; README says not to change a checkpoint in use.
+                Ok(FileBytes::Mapped(unsafe { Mmap::map(&opened) }.map_err(read)?))
+            }
+            Source::Embedded(files) => {
+                files.iter().find(|(name, _)| *name == file).map(|(_, bytes)| FileBytes::Static(bytes)).ok_or_else(
+                    || ModelError::MissingFile {
+                        place: self.describe(),
+                        file: file.into(),
+                        needed: "every shard that its index names",
+                    },
+                )
+            }
+        }
+    }
+}
+
+/// An opened checkpoint: configuration checked, weights found and typed, nothing copied but the small vectors.
+#[derive(Debug)]
+pub struct Checkpoint {
+    /// Where it came from.
+    pub source: Source,
+    /// Its sizes, quantization and stop tokens.
+    pub config: Config,
+    /// Its weights in packed form.
+    pub weights: Weights,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in a directory.
+    pub fn open(directory: impl AsRef<Path>) -> Result<Checkpoint, ModelError> {
+        Checkpoint::load(Source::Directory(directory.as_ref().to_path_buf()))
+    }
+
+    /// Opens a checkpoint from any source.
+    pub fn load(source: Source) -> Result<Checkpoint, ModelError> {
+        if let Source::Directory(path) = &source
+            && !path.is_dir()
+        {
+            return Err(ModelError::Read {
+                file: path.display().to_string(),
+                source: std::io::Error::new(std::io::ErrorKind::NotFound, "no such directory"),
+            });
+        }
+        let config = Config::parse(&source.name_of("config.json"), &source.read("config.json")?)?;
+        let weights = Weights::take_from(&config, Tensors::open(&source)?)?;
+        Ok(Checkpoint { source, config, weights })
+    }
+}

@@ -1,0 +1,208 @@
+//! Safetensors shards by memory map: headers checked, tensors found by name, no byte of weight data copied.
+//!
+//! The published shards are not aligned (their headers are not padded), so a tensor is a byte slice and is never cast
+//! to a wider type.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+
+use safetensors::tensor::{Dtype, Metadata};
+use safetensors::{SafeTensorError, SafeTensors};
+
+use crate::checkpoint::{FileBytes, Source};
+use crate::error::ModelError;
+
+/// The bytes of one tensor inside a shard that stays mapped as long as any of its tensors lives.
+#[derive(Clone)]
+pub struct TensorBytes {
+    file: Arc<FileBytes>,
+    range: Range<usize>,
+}
+
+impl TensorBytes {
+    /// Bytes that belong to no file, for tests and synthetic matrices.
+    pub fn from_vec(bytes: Vec<u8>) -> TensorBytes {
+        let range = 0..bytes.len();
+        TensorBytes { file: Arc::new(FileBytes::Owned(bytes)), range }
+    }
+}
+
+impl Deref for TensorBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.file[self.range.clone()]
+    }
+}
+
+impl fmt::Debug for TensorBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TensorBytes({} bytes)", self.range.len())
+    }
+}
+
+/// A tensor as its header describes it.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    /// Element type in the file.
+    pub dtype: Dtype,
+    /// Dimensions, outermost first.
+    pub shape: Vec<usize>,
+    /// Its data.
+    pub bytes: TensorBytes,
+}
+
+impl Tensor {
+    /// Dtype and dimensions for messages, like `BF16 [32]`.
+    pub fn describe(&self) -> String {
+        format!("{:?} {:?}", self.dtype, self.shape)
+    }
+}
+
+/// All tensors of a checkpoint by full name, from every shard.
+#[derive(Debug)]
+pub struct Tensors {
+    by_name: BTreeMap<String, Tensor>,
+}
+
+const INDEX: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
+
+impl Tensors {
+    /// Maps the shards that the index names, or `model.safetensors` where there is no index. Files that neither names
+    /// are ignored. Fails on a missing shard, a damaged header, data beyond the end of the file, and a tensor that the
+    /// index places in another shard than the one that holds it.
+    pub fn open(source: &Source) -> Result<Tensors, ModelError> {
+        let mut by_name = BTreeMap::new();
+        match source.read_optional(INDEX)? {
+            None if !source.has(SINGLE) => {
+                return Err(ModelError::MissingFile {
+                    place: source.describe(),
+                    file: SINGLE.into(),
+                    needed: "model.safetensors, or model.safetensors.index.json and the shards it names",
+                });
+            }
+            None => read_shard(source, SINGLE, |name, tensor| {
+                by_name.insert(name, tensor);
+                Ok(())
+            })?,
+            Some(index) => {
+                let placed = read_index(&source.name_of(INDEX), &index)?;
+                let mut shards: Vec<&String> = placed.values().collect();
+                shards.sort();
+                shards.dedup();
+                for shard in shards {
+                    read_shard(source, shard, |name, tensor| {
+                        if placed.get(&name) == Some(shard) {
+                            by_name.insert(name, tensor);
+                            return Ok(());
+                        }
+                        Err(ModelError::Damaged {
+                            file: source.name_of(shard),
+                            reason: format!("it holds {name}, which {INDEX} does not place there"),
+                        })
+                    })?;
+                }
+                if let Some((name, shard)) = placed.iter().find(|(name, _)| !by_name.contains_key(*name)) {
+                    return Err(ModelError::Damaged {
+                        file: source.name_of(shard),
+                        reason: format!("{INDEX} places {name} there, but the shard does not hold it"),
+                    });
+                }
+            }
+        }
+        Ok(Tensors { by_name })
+    }
+
+    /// The tensors from a list, for tests.
+    pub fn from_map(by_name: BTreeMap<String, Tensor>) -> Tensors {
+        Tensors { by_name }
+    }
+
+    /// Whether a tensor of this name is (still) there.
+    pub fn contains(&self, name: &str) -> bool {
+        self.by_name.contains_key(name)
+    }
+
+    /// Takes a tensor out; what remains at the end was not understood.
+    pub fn take(&mut self, name: &str) -> Result<Tensor, ModelError> {
+        self.by_name.remove(name).ok_or_else(|| ModelError::MissingTensor { name: name.into() })
+    }
+
+    /// Drops the tensors whose names satisfy `unwanted`; returns how many and their bytes.
+    pub fn skip(&mut self, unwanted: impl Fn(&str) -> bool) -> (usize, usize) {
+        let mut skipped = (0, 0);
+        self.by_name.retain(|name, tensor| {
+            let drop = unwanted(name);
+            if drop {
+                skipped = (skipped.0 + 1, skipped.1 + tensor.bytes.len());
+            }
+            !drop
+        });
+        skipped
+    }
+
+    /// Names and tensors that are (still) there, by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+        self.by_name.iter()
+    }
+}
+
+fn read_index(file: &str, json: &[u8]) -> Result<HashMap<String, String>, ModelError> {
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: HashMap<String, String>,
+    }
+    let index: Index = serde_json::from_slice(json)
+        .map_err(|e| ModelError::Damaged { file: file.into(), reason: format!("no usable weight_map: {e}") })?;
+    // A shard name is a plain file name: anything else could leave the checkpoint directory.
+    match index.weight_map.values().find(|s| s.contains(['/', '\\']) || !s.ends_with(".safetensors")) {
+        None => Ok(index.weight_map),
+        Some(shard) => Err(ModelError::Damaged {
+            file: file.into(),
+            reason: format!("{shard:?} is not the name of a safetensors file beside it"),
+        }),
+    }
+}
+
+fn read_shard(
+    source: &Source,
+    shard: &str,
+    mut accept: impl FnMut(String, Tensor) -> Result<(), ModelError>,
+) -> Result<(), ModelError> {
+    let file = Arc::new(source.map(shard)?);
+    let damaged = |reason: String| ModelError::Damaged { file: source.name_of(shard), reason };
+    let (header, metadata) = parse_header(&file).map_err(&damaged)?;
+    let mut accepted = 0;
+    for (name, info) in metadata.tensors() {
+        let (start, end) = info.data_offsets;
+        let range = header + start..header + end;
+        if range.end > file.len() {
+            return Err(damaged(format!("tensor {name} ends at byte {} of {}", range.end, file.len())));
+        }
+        let bytes = TensorBytes { file: Arc::clone(&file), range };
+        accept(name, Tensor { dtype: info.dtype, shape: info.shape.clone(), bytes })?;
+        accepted += 1;
+    }
+    tracing::debug!(shard, tensors = accepted, bytes = file.len(), "mapped");
+    Ok(())
+}
+
+/// Checks a safetensors file of any content: returns the offset of the data and the header. The reason of a refusal is
+/// text for a person.
+pub fn parse_header(file: &[u8]) -> Result<(usize, Metadata), String> {
+    let (length, metadata) = SafeTensors::read_metadata(file).map_err(|e| match e {
+        SafeTensorError::HeaderTooSmall => format!("{} bytes are too few for a safetensors header", file.len()),
+        SafeTensorError::HeaderTooLarge | SafeTensorError::InvalidHeaderLength => {
+            "the length of the header is larger than the file or than any real header; the download may be cut".into()
+        }
+        SafeTensorError::MetadataIncompleteBuffer => {
+            format!("the tensors do not fill the file exactly ({} bytes); the download may be cut", file.len())
+        }
+        SafeTensorError::InvalidOffset(name) => format!("the data of tensor {name} overlaps or leaves a gap"),
+        other => format!("bad safetensors header: {other}"),
+    })?;
+    Ok((8 + length, metadata))
+}
