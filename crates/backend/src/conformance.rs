@@ -1,0 +1,1 @@
+//! Cases and laws that every backend is held to.
