@@ -65,6 +65,10 @@ pub struct Caps {
     pub max_rows: usize,
     /// Steps that may be submitted and not yet waited for.
     pub steps_in_flight: usize,
+    /// Whether `submit` returns before the work is done, so that a second step in flight keeps the device busy while
+    /// the first one's token is looked at. Where it does not, a step submitted ahead would only come to waste at the
+    /// end of an answer, and the engine submits none.
+    pub overlaps: bool,
     /// Device bytes per token of a state's capacity.
     pub bytes_per_token: usize,
     /// Device bytes of a state beside its tokens; also the size of a snapshot.
