@@ -5,14 +5,17 @@ use std::sync::Arc;
 /// The sampling of one row. The steps, in order:
 ///
 /// 1. log-probabilities for the report are taken from the raw logits;
-/// 2. `logit_bias` is added; ids at or above `vocab_limit`, and ids outside the mask of a masked row, are excluded;
+/// 2. `logit_bias` is added; ids at or above `vocab_limit`, ids outside the mask of a masked row, and those with a bias
+///    of minus infinity are excluded;
 /// 3. penalties over the tokens of the state at positions from `penalty_start` on, the tokens fed by this step included:
 ///    a token that occurs there has its logit `l` divided by `repetition_penalty` if positive, else multiplied, and
 ///    then lowered by `presence_penalty` and by `frequency_penalty` times its count;
 /// 4. `temperature` 0: the highest logit, the lowest id on ties. Otherwise logits are divided by the temperature;
-/// 5. `top_k` highest remain (lowest ids on ties); of these, in falling order of probability, the shortest prefix whose
-///    sum reaches `top_p`; of these, those with at least `min_p` times the highest probability;
-/// 6. one is drawn in proportion to its probability, with the uniform number of (`seed`, position of the sampled token).
+/// 5. `top_k` highest remain (lowest ids on ties), and probabilities are the softmax over these; of them, in falling
+///    order of probability, the shortest prefix whose sum reaches `top_p`; of these, those with at least `min_p` times
+///    the highest probability;
+/// 6. the first, in the same order, with which the running sum of probabilities exceeds `u` times the sum of those that
+///    are left, where `u` is the uniform number of (`seed`, position of the sampled token).
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// 0 is greedy.

@@ -89,7 +89,7 @@ impl<'a> Reference<'a> {
         State::new(&self.checkpoint.config.shape)
     }
 
-    /// Feeds `tokens` (ids below the vocabulary) and returns the logits asked for, `[positions, vocab]`.
+    /// Feeds `tokens`, at least one, all below the vocabulary, and returns the logits asked for, `[positions, vocab]`.
     pub fn forward(&self, state: &mut State, tokens: &[u32], want: Logits) -> Vec<f32> {
         self.run(state, tokens, want, None)
     }

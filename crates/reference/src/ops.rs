@@ -285,7 +285,7 @@ pub fn log_probabilities(logits: &[f32]) -> Vec<f32> {
 
 /// Chooses a token as [`SamplingParams`] says, step by step. `tokens` are all tokens of the state, those fed by this
 /// step included, so that the sampled token is for position `tokens.len()`. `mask` has bit `id % 32` of word `id / 32`
-/// set where a token is allowed.
+/// set where a token is allowed. Fails on logits that are not finite and where no token is left to choose.
 pub fn sample(
     logits: &[f32],
     params: &SamplingParams,
@@ -305,7 +305,8 @@ pub fn sample(
         Some(words) => words.get(id / 32).is_some_and(|word| word >> (id % 32) & 1 == 1),
         None => true,
     };
-    let allowed = |id: &usize| *id < params.vocab_limit as usize && in_mask(*id);
+    let allowed = |id: &usize| *id < params.vocab_limit as usize && in_mask(*id) && scores[*id] > f32::NEG_INFINITY;
+    let candidates: Vec<usize> = (0..logits.len()).filter(allowed).collect();
 
     // Penalties.
     let mut counts = vec![0u32; logits.len()];
@@ -318,19 +319,22 @@ pub fn sample(
         *score -= params.presence_penalty + params.frequency_penalty * *count as f32;
     }
 
-    let candidates: Vec<usize> = falling(&scores).into_iter().filter(allowed).collect();
-    let best = *candidates.first().ok_or(Error::EmptyMask(0))?;
+    let scores: Vec<f32> = candidates.iter().map(|id| scores[*id]).collect();
+    let order = falling(&scores);
+    let best = *order.first().ok_or(Error::EmptyMask(0))?;
     let chosen = if params.temperature == 0.0 {
         best
     } else {
-        let scaled = candidates.iter().map(|id| scores[*id] / params.temperature).collect();
-        candidates[draw(scaled, params, tokens.len())]
+        // The highest is subtracted first, so that no temperature is too small.
+        let scaled = order.iter().map(|i| (scores[*i] - scores[best]) / params.temperature).collect();
+        order[draw(scaled, params, tokens.len())]
     };
+    let chosen = candidates[chosen];
     let logprobs = params.logprobs.map(|top| report(logits, chosen, top as usize));
     Ok(SampledToken { id: chosen as u32, logprobs })
 }
 
-/// Draws an index of `scores`, which fall.
+/// Draws an index of `scores`, which are divided by the temperature and fall.
 fn draw(mut scores: Vec<f32>, params: &SamplingParams, position: usize) -> usize {
     if params.top_k > 0 {
         scores.truncate(params.top_k as usize);

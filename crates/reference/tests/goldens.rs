@@ -175,6 +175,16 @@ fn caches_after_a_prompt_are_those_of_mlx_lm() {
 }
 
 #[test]
+fn greedy_continues_a_prompt_with_its_own_tokens() {
+    let (checkpoint, prompt) = (tiny(), Goldens::tiny().prompt(TRACED));
+    // Its smallest margin is 0.04: every token is clear.
+    assert!(prompt.greedy_margin.iter().all(|margin| *margin > CLEAR_MARGIN));
+    let reference = Reference::new(&checkpoint);
+    let tokens = reference.greedy(&mut reference.new_state(), &prompt.ids, prompt.greedy.len());
+    assert_eq!(tokens, prompt.greedy);
+}
+
+#[test]
 fn chunk_borders_change_no_bit() {
     let checkpoint = tiny();
     let reference = Reference::new(&checkpoint);
