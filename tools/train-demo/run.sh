@@ -1,0 +1,10 @@
+#!/bin/sh
+# One training run on one GPU: sh run.sh OUT STEPS KJV.txt [SEED]. Shards are written beside the training, which waits for them.
+set -e
+cd "$(dirname "$0")"
+out=$1 steps=$2 kjv=$3 seed=${4:-lily}
+export TRITON_CACHE_AUTOTUNING=1
+mkdir -p "$out"
+python3 generate.py shards "$out/shards" $(((steps + 39) / 40)) --kjv "$kjv" --seed "$seed" --workers $(($(nproc) - 4)) >"$out/shards.txt" 2>&1 &
+python3 train.py --shards "$out/shards" --heldout heldout --out "$out" --steps "$steps"
+python3 evaluate.py torch "$out/bf16" --answers "$out/answers.jsonl" --out "$out/scores-torch.json"
