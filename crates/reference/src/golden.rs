@@ -139,3 +139,29 @@ pub fn compare_logits(got: &[f32], expected: &[f32], vocab: usize, tolerance: f3
         expected[at]
     ))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_message_names_position_and_id_of_the_worst_logit() {
+        let message = compare_logits(&[0.0, 0.5, 0.0, 9.0], &[0.0; 4], 2, 1.0).unwrap_err();
+        assert!(message.starts_with("position 1, id 1: logit 9, expected 0;"), "{message}");
+        assert_eq!(compare_logits(&[0.0, 0.5, 0.0, 9.0], &[0.0; 4], 2, 9.0), Ok(9.0));
+    }
+
+    #[test]
+    fn nan_and_missing_logits_meet_no_tolerance() {
+        let message = compare_logits(&[f32::NAN, 7.0], &[0.0; 2], 2, f32::INFINITY).unwrap_err();
+        assert!(message.starts_with("position 0, id 0: logit NaN"), "{message}");
+        assert!(compare_logits(&[0.0; 2], &[0.0; 4], 2, f32::INFINITY).is_err());
+    }
+
+    #[test]
+    fn positions_are_comparable_up_to_the_first_close_choice_of_experts() {
+        let router_margin = vec![0.5, 0.1, 1e-5, 0.5];
+        let prompt = Prompt { ids: vec![], logits: vec![], greedy: vec![], greedy_margin: vec![], router_margin };
+        assert_eq!([1e-6, 1e-4, 0.2].map(|error| prompt.comparable_positions(error)), [4, 2, 1]);
+    }
+}
