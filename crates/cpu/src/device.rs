@@ -1,0 +1,465 @@
+//! What the backend asks of the machine: threads, memory, instruction set.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::any::Any;
+use std::cell::{Cell, UnsafeCell};
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use lily_backend::{Error, Result};
+
+/// The instruction sets that kernels are compiled for.
+///
+/// [`Isa::detect`] is the only maker of a value, so that holding one means that this CPU has the instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Isa {
+    /// What the target of the build guarantees.
+    Portable,
+    /// AVX2 and FMA.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+}
+
+impl Isa {
+    /// The best set that this CPU has.
+    pub(crate) fn detect() -> Isa {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            return Isa::Avx2;
+        }
+        Isa::Portable
+    }
+
+    /// All sets that this CPU has, for tests that compare them.
+    #[cfg(test)]
+    pub(crate) fn all() -> Vec<Isa> {
+        let mut all = vec![Isa::Portable, Isa::detect()];
+        all.dedup();
+        all
+    }
+
+    /// Its name in [`lily_backend::Caps::name`].
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => "avx2",
+        }
+    }
+}
+
+/// Zeroed memory that costs nothing until it is touched: the system hands out large blocks as untouched pages, so a
+/// state with room for a long context occupies what it has used.
+pub(crate) struct Buffer<T> {
+    data: NonNull<T>,
+    len: usize,
+}
+
+/// Types for which all bytes zero is a value.
+pub(crate) trait Zeroed: Copy + Send + Sync {}
+impl Zeroed for f32 {}
+impl Zeroed for u16 {}
+
+impl<T: Zeroed> Buffer<T> {
+    /// `len` zeros; `what` names them where memory does not suffice.
+    pub(crate) fn zeroed(what: &str, len: usize) -> Result<Buffer<T>> {
+        if len == 0 {
+            return Ok(Buffer { data: NonNull::dangling(), len });
+        }
+        let needed = len.saturating_mul(size_of::<T>());
+        let failed = || Error::OutOfMemory { what: what.into(), needed, available: memory_bytes() };
+        let layout = Layout::array::<T>(len).map_err(|_| failed())?;
+        // SAFETY: the layout has a size, because `len` is not zero and no `Zeroed` type is empty.
+        let data = unsafe { alloc_zeroed(layout) }.cast::<T>();
+        Ok(Buffer { data: NonNull::new(data).ok_or_else(failed)?, len })
+    }
+
+    /// Its size in bytes, touched or not.
+    pub(crate) fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+}
+
+impl<T> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        if self.len > 0
+            && let Ok(layout) = Layout::array::<T>(self.len)
+        {
+            // SAFETY: `data` came from the global allocator with this very layout.
+            unsafe { dealloc(self.data.as_ptr().cast(), layout) };
+        }
+    }
+}
+
+impl<T> Deref for Buffer<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `data` points to `len` values, zeroed when they were allocated, or dangles with `len` 0.
+        unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl<T> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as for `deref`; the borrow of `self` is unique.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
+    }
+}
+
+// SAFETY: a buffer owns its values as a Vec does.
+unsafe impl<T: Send> Send for Buffer<T> {}
+// SAFETY: as above; shared access only reads.
+unsafe impl<T: Sync> Sync for Buffer<T> {}
+
+/// A slice of which several workers write disjoint parts.
+pub(crate) struct Parts<'a, T> {
+    data: *mut T,
+    len: usize,
+    slice: PhantomData<&'a mut [T]>,
+}
+
+impl<'a, T> Parts<'a, T> {
+    pub(crate) fn new(slice: &'a mut [T]) -> Parts<'a, T> {
+        Parts { data: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
+    }
+
+    /// Part `start .. start + len`.
+    ///
+    /// # Safety
+    /// No two parts that are alive at the same time overlap.
+    #[expect(clippy::mut_from_ref, reason = "the caller promises that parts are disjoint")]
+    pub(crate) unsafe fn part(&self, start: usize, len: usize) -> &mut [T] {
+        assert!(start <= self.len && len <= self.len - start, "part {start}+{len} of {}", self.len);
+        // SAFETY: inside the slice, which is borrowed for as long as `self` lives; disjoint by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
+    }
+}
+
+// SAFETY: a worker that gets at a part has it for itself, as if the slice had been split; so T: Send suffices.
+unsafe impl<T: Send> Send for Parts<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Parts<'_, T> {}
+
+/// How long a thread waits for work before it sleeps. Waking a sleeper costs about 15 us, and a step has hundreds of
+/// jobs; between two steps of a decode the caller needs less than this.
+const SPIN: Duration = Duration::from_micros(200);
+/// Rounds of a spin between two looks at the clock.
+const SPINS_PER_LOOK: usize = 64;
+
+/// A fork-join pool. The calling thread is one of its workers; the others are made once and spin between jobs, then
+/// sleep.
+///
+/// A job has units, which workers claim one by one, so a worker that is late (asleep, or off its CPU) leaves its share to
+/// the others and is not waited for.
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    /// Makes the pool `!Sync`: one thread at a time may publish jobs, and a job cannot publish another.
+    single_caller: PhantomData<Cell<()>>,
+}
+
+#[repr(align(128))]
+struct Line<T>(T);
+
+struct Shared {
+    /// The job's number in the high half, the units that nobody claimed yet in the low half.
+    claim: Line<AtomicU64>,
+    /// Finished units.
+    done: Line<AtomicUsize>,
+    job: UnsafeCell<Job>,
+    sleeping: Vec<AtomicBool>,
+    stop: AtomicBool,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+// SAFETY: `job` is written only between jobs (all units done, none claimable) and read only by a thread that holds a
+// claimed unit of the job; claiming synchronises with publishing, see `Pool::run` and `Shared::work`.
+unsafe impl Sync for Shared {}
+// SAFETY: the pointer in `job` is followed only while `Pool::run` keeps what it points to alive.
+unsafe impl Send for Shared {}
+
+#[derive(Clone, Copy)]
+struct Job {
+    call: *const (dyn Fn(usize) + Sync),
+    units: u32,
+}
+
+impl Pool {
+    /// A pool of `threads` workers, the caller included.
+    pub(crate) fn new(threads: usize) -> Result<Pool> {
+        let threads = threads.max(1);
+        let nothing: &'static (dyn Fn(usize) + Sync) = &|_| ();
+        let shared = Arc::new(Shared {
+            claim: Line(AtomicU64::new(0)),
+            done: Line(AtomicUsize::new(0)),
+            job: UnsafeCell::new(Job { call: nothing, units: 0 }),
+            sleeping: (1..threads).map(|_| AtomicBool::new(false)).collect(),
+            stop: AtomicBool::new(false),
+            panic: Mutex::new(None),
+        });
+        let mut pool = Pool { shared, workers: Vec::new(), single_caller: PhantomData };
+        for index in 0..threads - 1 {
+            let shared = Arc::clone(&pool.shared);
+            let worker = thread::Builder::new().name(format!("lily-cpu-{}", index + 1));
+            let worker = worker
+                .spawn(move || shared.serve(index))
+                .map_err(|e| Error::Device(format!("cannot start a thread: {e}")))?;
+            pool.workers.push(worker);
+        }
+        Ok(pool)
+    }
+
+    /// Number of workers.
+    pub(crate) fn threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Calls `job` with every number below `units`, each once, on any worker and in any order; returns when all calls
+    /// have.
+    pub(crate) fn run(&self, units: usize, job: impl Fn(usize) + Sync) {
+        if units < 2 || self.workers.is_empty() {
+            (0..units).for_each(job);
+            return;
+        }
+        let Ok(count) = u32::try_from(units) else {
+            (0..units).for_each(job);
+            return;
+        };
+        let call: *const (dyn Fn(usize) + Sync + '_) = &job;
+        // SAFETY: only the lifetime changes. The pointer is followed for claimed units only, and this function returns,
+        // or unwinds, after all units are done.
+        let call: *const (dyn Fn(usize) + Sync + 'static) = unsafe { std::mem::transmute(call) };
+        let shared = &*self.shared;
+        shared.done.0.store(0, Ordering::Relaxed);
+        // SAFETY: no unit is claimable and all earlier ones are done, so no worker reads the job; this is the only
+        // publishing thread, because the pool is not Sync.
+        unsafe { *shared.job.get() = Job { call, units: count } };
+        let number = (shared.claim.0.load(Ordering::Relaxed) >> 32).wrapping_add(1);
+        shared.claim.0.store(number << 32 | u64::from(count), Ordering::SeqCst);
+        for (sleeping, worker) in shared.sleeping.iter().zip(&self.workers) {
+            if sleeping.swap(false, Ordering::SeqCst) {
+                worker.thread().unpark();
+            }
+        }
+        shared.work();
+        let mut rounds = 0usize;
+        while shared.done.0.load(Ordering::Acquire) != units {
+            rounds += 1;
+            // A worker that lost its CPU in the middle of a unit may need this one.
+            if rounds.is_multiple_of(10_000) { thread::yield_now() } else { std::hint::spin_loop() }
+        }
+        let panic = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(panic) = panic {
+            resume_unwind(panic);
+        }
+    }
+
+    /// Calls `job` with the index of each piece of `len` elements of `data` (the last may be shorter) and the piece.
+    pub(crate) fn pieces<T: Send>(&self, data: &mut [T], len: usize, job: impl Fn(usize, &mut [T]) + Sync) {
+        let total = data.len();
+        let parts = Parts::new(data);
+        self.run(total.div_ceil(len), |i| {
+            let start = i * len;
+            // SAFETY: each index is passed once, and pieces of different indices do not overlap.
+            job(i, unsafe { parts.part(start, len.min(total - start)) });
+        });
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        for worker in self.workers.drain(..) {
+            worker.thread().unpark();
+            // A worker cannot have panicked outside a job, and the panic of a job was passed on.
+            let _ = worker.join();
+        }
+    }
+}
+
+impl Shared {
+    /// Claims and does units until none is left.
+    fn work(&self) {
+        let mut claim = self.claim.0.load(Ordering::Acquire);
+        while claim as u32 != 0 {
+            match self.claim.0.compare_exchange_weak(claim, claim - 1, Ordering::AcqRel, Ordering::Acquire) {
+                Err(now) => claim = now,
+                Ok(_) => {
+                    // SAFETY: a unit is claimed, so the job is published and stays until that unit is done.
+                    let job = unsafe { *self.job.get() };
+                    let unit = job.units as usize - (claim as u32) as usize;
+                    // SAFETY: `Pool::run` keeps the closure alive until all units are done.
+                    let call = unsafe { &*job.call };
+                    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| call(unit))) {
+                        *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+                    }
+                    self.done.0.fetch_add(1, Ordering::Release);
+                    claim = self.claim.0.load(Ordering::Acquire);
+                }
+            }
+        }
+    }
+
+    /// The life of a worker.
+    fn serve(&self, index: usize) {
+        loop {
+            let mut since = Instant::now();
+            while !self.spin() {
+                if self.stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                if since.elapsed() >= SPIN {
+                    self.sleep(index);
+                    since = Instant::now();
+                }
+            }
+            self.work();
+        }
+    }
+
+    /// Waits a little; whether there is work.
+    fn spin(&self) -> bool {
+        (0..SPINS_PER_LOOK).any(|_| {
+            std::hint::spin_loop();
+            self.claim.0.load(Ordering::Acquire) as u32 != 0
+        })
+    }
+
+    fn sleep(&self, index: usize) {
+        self.sleeping[index].store(true, Ordering::SeqCst);
+        // A job published before the flag was seen is found here; one published after it finds the flag.
+        while self.claim.0.load(Ordering::SeqCst) as u32 == 0 && !self.stop.load(Ordering::SeqCst) {
+            thread::park();
+            if !self.sleeping[index].load(Ordering::SeqCst) {
+                return;
+            }
+        }
+        self.sleeping[index].store(false, Ordering::SeqCst);
+    }
+}
+
+thread_local! {
+    static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+/// Lends `job` a piece of this thread's scratch memory, `len` values of any content.
+pub(crate) fn with_scratch<R>(len: usize, job: impl FnOnce(&mut [f32]) -> R) -> R {
+    let mut scratch = SCRATCH.take();
+    if scratch.len() < len {
+        scratch.resize(len, 0.0);
+    }
+    let result = job(&mut scratch[..len]);
+    SCRATCH.set(scratch);
+    result
+}
+
+/// The threads to use if nobody says otherwise: one per physical core, as far as the affinity mask and the quota of the
+/// container allow. A second thread on a core shares its memory port and gains nothing.
+pub(crate) fn default_threads() -> usize {
+    let allowed = thread::available_parallelism().map_or(1, usize::from);
+    physical_cores().map_or(allowed, |cores| cores.clamp(1, allowed))
+}
+
+/// Physical cores among the CPUs that this process may use.
+#[cfg(target_os = "linux")]
+fn physical_cores() -> Option<usize> {
+    // SAFETY: a set of CPUs is plain bits, for which zero is a value.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes at most the size that it is told; 0 is this thread.
+    if unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) } != 0 {
+        return None;
+    }
+    let mut cores = std::collections::BTreeSet::new();
+    for cpu in 0..libc::CPU_SETSIZE as usize {
+        // SAFETY: `cpu` is below the size of the set.
+        if unsafe { libc::CPU_ISSET(cpu, &set) } {
+            let siblings = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
+            cores.insert(std::fs::read_to_string(siblings).ok()?);
+        }
+    }
+    Some(cores.len())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn physical_cores() -> Option<usize> {
+    None
+}
+
+/// Memory of the machine in bytes, or `usize::MAX` where it is not known.
+pub(crate) fn memory_bytes() -> usize {
+    // SAFETY: sysconf reads a number and has no preconditions.
+    let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    match (usize::try_from(pages), usize::try_from(page)) {
+        (Ok(pages), Ok(page)) => pages.saturating_mul(page),
+        _ => usize::MAX,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_unit_is_done_once_whatever_the_number_of_threads() {
+        for threads in [1, 2, 5] {
+            let pool = Pool::new(threads).unwrap();
+            for units in [0, 1, 2, 7, 300] {
+                let counts: Vec<AtomicUsize> = (0..units).map(|_| AtomicUsize::new(0)).collect();
+                pool.run(units, |unit| {
+                    counts[unit].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1), "{threads} threads, {units} units");
+            }
+        }
+    }
+
+    #[test]
+    fn sleeping_workers_do_not_hold_up_a_job_and_wake_for_the_next() {
+        let pool = Pool::new(3).unwrap();
+        for _ in 0..5 {
+            thread::sleep(4 * SPIN);
+            let sum = AtomicUsize::new(0);
+            pool.run(100, |unit| {
+                sum.fetch_add(unit, Ordering::Relaxed);
+            });
+            assert_eq!(sum.into_inner(), 4950);
+        }
+    }
+
+    #[test]
+    fn a_panic_in_a_unit_reaches_the_caller_after_all_units_ended() {
+        let pool = Pool::new(2).unwrap();
+        let done = AtomicUsize::new(0);
+        let caught = catch_unwind(AssertUnwindSafe(|| {
+            pool.run(10, |unit| {
+                done.fetch_add(1, Ordering::Relaxed);
+                assert_ne!(unit, 3, "a unit that fails");
+            });
+        }));
+        assert!(caught.is_err());
+        assert_eq!(done.load(Ordering::Relaxed), 10);
+        pool.run(2, |_| ());
+    }
+
+    #[test]
+    fn pieces_cover_a_slice_with_a_shorter_last_one() {
+        let pool = Pool::new(2).unwrap();
+        let mut data = vec![0usize; 10];
+        pool.pieces(&mut data, 4, |i, piece| piece.fill(i + 1));
+        assert_eq!(data, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]);
+    }
+
+    #[test]
+    fn a_buffer_that_cannot_be_had_is_an_error() {
+        assert!(matches!(Buffer::<f32>::zeroed("x", usize::MAX / 2), Err(Error::OutOfMemory { .. })));
+        assert!(Buffer::<f32>::zeroed("x", 1000).unwrap().iter().all(|v| *v == 0.0));
+        assert!(Buffer::<f32>::zeroed("x", 0).unwrap().is_empty());
+    }
+}

@@ -1,0 +1,292 @@
+//! The forward pass: tokens of one session through the model, prefill and decode alike.
+//!
+//! Top-down: [`Forward::run`] is the model, one function per block below it. Each block is a few passes over its weights
+//! ([`linear`]) with the arithmetic between them; the kernels choose by the number of tokens. Formulas: NUMERICS.md.
+
+use std::mem::take;
+
+use lily_backend::{Part, Stage};
+use lily_model::{AttentionWeights, DeltaWeights, Mixer, Mlp, MoeWeights, QuantMatrix, Shape};
+
+use crate::device::Pool;
+use crate::kernels::attention::Attention;
+use crate::kernels::delta::{Convolution, Delta, convolve, delta};
+use crate::kernels::linear::{Activations, Job, Tokens, linear};
+use crate::kernels::norm::{add_weighted, rms_norm, sigmoid_gate, swiglu};
+use crate::kernels::rope::Angles;
+use crate::kernels::sigmoid;
+use crate::plan::{DeltaPlan, MlpScratch, Plan, Scratch};
+use crate::state::State;
+
+/// One row of a step on its way through the model.
+pub(crate) struct Forward<'a> {
+    pub(crate) pool: &'a Pool,
+    pub(crate) plan: &'a Plan,
+    pub(crate) scratch: &'a mut Scratch,
+    pub(crate) state: &'a mut State,
+    /// Number of tokens in this row.
+    pub(crate) tokens: usize,
+    /// Stages recorded so far, if asked for.
+    pub(crate) trace: Option<Vec<(Stage, Vec<f32>)>>,
+}
+
+impl Forward<'_> {
+    /// Moves the state on by `ids` and leaves their residual stream in the scratch memory.
+    pub(crate) fn run(&mut self, ids: &[u32]) {
+        let plan = self.plan;
+        let (mut attention, mut delta) = (0, 0);
+        self.embed(ids);
+        for (layer, weights) in plan.weights().layers.iter().enumerate() {
+            self.norm(&weights.mixer_norm);
+            self.record_normed(Stage::of(layer, Part::MixerNorm));
+            match &weights.mixer {
+                Mixer::Attention(weights) => {
+                    self.attention(weights, attention);
+                    attention += 1;
+                }
+                Mixer::Delta(weights) => {
+                    self.delta(weights, &plan.deltas[delta], delta);
+                    delta += 1;
+                }
+            }
+            self.add_to_stream(Stage::of(layer, Part::Mixer));
+            self.norm(&weights.moe_norm);
+            self.record_normed(Stage::of(layer, Part::MoeNorm));
+            self.moe(&weights.moe, layer);
+            self.add_to_stream(Stage::of(layer, Part::Moe));
+            self.record_stream(Stage::of(layer, Part::Layer));
+        }
+        self.state.tokens.extend_from_slice(ids);
+    }
+
+    /// The rows of the embedding, dequantized.
+    fn embed(&mut self, ids: &[u32]) {
+        let embedding = &self.plan.weights().embedding;
+        let hidden = self.hidden();
+        let stream = &mut self.scratch.stream[..ids.len() * hidden];
+        self.pool.pieces(stream, hidden, |i, row| embedding.dequantize_row(ids[i] as usize, row));
+        self.record_stream(Stage::outside(Part::Embedding));
+    }
+
+    /// Grouped-query attention with a gate on its output; `index` counts attention layers.
+    fn attention(&mut self, w: &AttentionWeights, index: usize) {
+        let (pool, isa, shape, tokens) = (self.pool, self.plan.isa, self.plan.shape(), self.tokens);
+        let Scratch { normed, mixed, attention: s, .. } = &mut *self.scratch;
+        let (query_gate, keys) =
+            (&mut s.query_gate[..tokens * 2 * shape.query_width()], &mut s.keys[..tokens * shape.kv_width()]);
+        let (queries, values) =
+            (&mut s.queries[..tokens * shape.query_width()], &mut s.values[..tokens * shape.kv_width()]);
+        let attended = &mut s.attended[..tokens * shape.query_width()];
+        project(pool, self.plan, normed, tokens, [(&w.q, &mut *query_gate), (&w.k, &mut *keys), (&w.v, &mut *values)]);
+
+        // Queries and keys: norm per head, then RoPE. The scale of the scores is a power of two and moves to the query.
+        const D: usize = Shape::HEAD_DIM;
+        let position = self.state.position();
+        let angles: Vec<Angles> = (position..position + tokens).map(|p| Angles::at(p, shape.rope_theta)).collect();
+        let scale = (D as f32).sqrt().recip();
+        pool.pieces(queries, shape.query_width(), |token, heads| {
+            let inputs = query_gate[token * 2 * shape.query_width()..].chunks_exact(2 * D);
+            for (head, input) in heads.chunks_exact_mut(D).zip(inputs) {
+                rms_norm(isa, &input[..D], &w.q_norm, shape.rms_eps, head);
+                angles[token].rotate(head);
+                head.iter_mut().for_each(|x| *x *= scale);
+            }
+        });
+        pool.pieces(keys, shape.kv_width(), |token, heads| {
+            for head in heads.chunks_exact_mut(D) {
+                let mut normed = [0.0; D];
+                rms_norm(isa, head, &w.k_norm, shape.rms_eps, &mut normed);
+                angles[token].rotate(&mut normed);
+                head.copy_from_slice(&normed);
+            }
+        });
+
+        self.state.store_kv(pool, index, position, keys, values);
+        let (keys, values) = self.state.kv(index);
+        let attention = Attention { queries, tokens, query_heads: shape.query_heads, position, keys, values };
+        attention.run(pool, isa, &mut s.partials, attended);
+
+        s.gated.fill(pool, isa, tokens, |token, out| {
+            let gates = query_gate[token * 2 * shape.query_width()..].chunks_exact(2 * D).map(|head| &head[D..]);
+            let heads = attended[token * shape.query_width()..].chunks_exact(D);
+            for ((out, head), gate) in out.chunks_exact_mut(D).zip(heads).zip(gates) {
+                sigmoid_gate(isa, head, gate, out);
+            }
+        });
+        project(pool, self.plan, &s.gated, tokens, [(&w.o, &mut mixed[..tokens * shape.hidden])]);
+    }
+
+    /// Gated DeltaNet; `index` counts delta layers.
+    fn delta(&mut self, w: &DeltaWeights, plan: &DeltaPlan, index: usize) {
+        let (pool, isa, shape, tokens) = (self.pool, self.plan.isa, self.plan.shape(), self.tokens);
+        let Scratch { normed, mixed, delta: s, .. } = &mut *self.scratch;
+        let qkv = &mut s.qkv[..tokens * shape.conv_width()];
+        let convolved = &mut s.convolved[..tokens * shape.conv_width()];
+        let z = &mut s.z[..tokens * shape.delta_value_width()];
+        let a = &mut s.a[..tokens * shape.delta_value_heads];
+        let b = &mut s.b[..tokens * shape.delta_value_heads];
+        project(
+            pool,
+            self.plan,
+            normed,
+            tokens,
+            [(&w.qkv, &mut *qkv), (&w.z, &mut *z), (&w.a, &mut *a), (&w.b, &mut *b)],
+        );
+
+        let (history, state) = self.state.delta_layer(index);
+        let (key_heads, value_heads) = (shape.delta_key_heads, shape.delta_value_heads);
+        let convolution = Convolution { inputs: qkv, tokens, taps: &plan.taps, key_heads };
+        convolve(pool, isa, &convolution, history, convolved);
+        let recurrence = Delta {
+            tokens,
+            key_heads,
+            value_heads,
+            qkv: convolved,
+            z,
+            a,
+            b,
+            rates: &plan.rates,
+            dt_bias: &w.dt_bias,
+            norm: &w.norm,
+            eps: shape.rms_eps,
+        };
+        delta(pool, isa, &recurrence, state, &mut s.gated);
+        project(pool, self.plan, &s.gated, tokens, [(&w.out, &mut mixed[..tokens * shape.hidden])]);
+    }
+
+    /// Router, the chosen experts and the shared expert.
+    fn moe(&mut self, w: &MoeWeights, layer: usize) {
+        let (pool, plan, shape, tokens) = (self.pool, self.plan, self.plan.shape(), self.tokens);
+        let (hidden, per_token) = (shape.hidden, shape.experts_per_token);
+        let Scratch { normed, mixed, moe: s, .. } = &mut *self.scratch;
+        let router = &mut s.router[..tokens * shape.experts];
+        let shared_gate = &mut s.shared_gate[..tokens];
+        project(pool, plan, normed, tokens, [(&w.router, &mut *router), (&w.shared_gate, &mut *shared_gate)]);
+        if let Some(trace) = &mut self.trace {
+            trace.push((Stage::of(layer, Part::Router), router.to_vec()));
+        }
+        s.routing.choose(router, shape.experts, per_token);
+        let visited = || s.routing.visited();
+
+        // Gate and up: each expert with the tokens that chose it, the shared expert with all.
+        let visitors = |visits: &std::ops::Range<usize>| Tokens::list(normed, &s.routing.visitors[visits.clone()]);
+        let mut jobs = Vec::new();
+        for (matrix, out) in [(&w.experts.gate, &mut s.routed.gate), (&w.experts.up, &mut s.routed.up)] {
+            expert_jobs(&mut jobs, matrix, out, visited(), visitors);
+        }
+        for (matrix, out) in [(&w.shared.gate, &mut s.shared.gate), (&w.shared.up, &mut s.shared.up)] {
+            let out = &mut out[..tokens * matrix.outputs];
+            jobs.push(Job { matrix, expert: 0, x: Tokens::range(normed, 0, tokens), out });
+        }
+        linear(pool, plan.isa, jobs);
+
+        self::activate(pool, plan, &mut s.routed, &w.experts, tokens * per_token);
+        self::activate(pool, plan, &mut s.shared, &w.shared, tokens);
+
+        let mut jobs = Vec::new();
+        let inner = &s.routed.inner;
+        expert_jobs(&mut jobs, &w.experts.down, &mut s.routed.down, visited(), |visits| {
+            Tokens::range(inner, visits.start, visits.len())
+        });
+        let out = &mut s.shared.down[..tokens * hidden];
+        jobs.push(Job { matrix: &w.shared.down, expert: 0, x: Tokens::range(&s.shared.inner, 0, tokens), out });
+        linear(pool, plan.isa, jobs);
+
+        let (routed, shared, routing) = (&s.routed.down, &s.shared.down, &s.routing);
+        pool.pieces(&mut mixed[..tokens * hidden], hidden, |token, out| {
+            out.fill(0.0);
+            for (visit, weight) in routing.of_token(token, per_token) {
+                add_weighted(plan.isa, out, &routed[visit * hidden..][..hidden], weight);
+            }
+            let gate = sigmoid::<false>(shared_gate[token]);
+            add_weighted(plan.isa, out, &shared[token * hidden..][..hidden], gate);
+        });
+    }
+
+    /// Final norm and head of tokens `first ..` into `logits`, `[tokens - first, vocab]`.
+    pub(crate) fn head(&mut self, first: usize, logits: &mut [f32]) {
+        let (plan, hidden, count) = (self.plan, self.hidden(), self.tokens - first);
+        let weights = plan.weights();
+        let Scratch { stream, normed, .. } = &mut *self.scratch;
+        normed.fill(self.pool, plan.isa, count, |i, out| {
+            rms_norm(plan.isa, &stream[(first + i) * hidden..][..hidden], &weights.norm, plan.shape().rms_eps, out);
+        });
+        if let Some(trace) = &mut self.trace {
+            let values = (0..count).flat_map(|i| normed.plain_row(i)).collect();
+            trace.push((Stage::outside(Part::FinalNorm), values));
+        }
+        project(self.pool, plan, normed, count, [(&weights.head, logits)]);
+    }
+
+    /// Norm of the residual stream, as input of the next projections.
+    fn norm(&mut self, weight: &[f32]) {
+        let (isa, eps, hidden) = (self.plan.isa, self.plan.shape().rms_eps, self.hidden());
+        let Scratch { stream, normed, .. } = &mut *self.scratch;
+        normed.fill(self.pool, isa, self.tokens, |token, out| {
+            rms_norm(isa, &stream[token * hidden..][..hidden], weight, eps, out);
+        });
+    }
+
+    /// Adds what a mixer or the MoE made to the residual stream.
+    fn add_to_stream(&mut self, stage: Stage) {
+        let len = self.tokens * self.hidden();
+        let Scratch { stream, mixed, .. } = &mut *self.scratch;
+        if let Some(trace) = &mut self.trace {
+            trace.push((stage, mixed[..len].to_vec()));
+        }
+        stream[..len].iter_mut().zip(&mixed[..len]).for_each(|(sum, x)| *sum += x);
+    }
+
+    fn record_normed(&mut self, stage: Stage) {
+        if let Some(trace) = &mut self.trace {
+            trace.push((stage, (0..self.tokens).flat_map(|token| self.scratch.normed.plain_row(token)).collect()));
+        }
+    }
+
+    fn record_stream(&mut self, stage: Stage) {
+        let len = self.tokens * self.hidden();
+        if let Some(trace) = &mut self.trace {
+            trace.push((stage, self.scratch.stream[..len].to_vec()));
+        }
+    }
+
+    fn hidden(&self) -> usize {
+        self.plan.shape().hidden
+    }
+}
+
+/// The first `tokens` tokens through several matrices in one pass.
+fn project<const N: usize>(
+    pool: &Pool,
+    plan: &Plan,
+    x: &Activations,
+    tokens: usize,
+    targets: [(&QuantMatrix, &mut [f32]); N],
+) {
+    let jobs = targets.into_iter().map(|(matrix, out)| Job { matrix, expert: 0, x: Tokens::range(x, 0, tokens), out });
+    linear(pool, plan.isa, jobs.collect());
+}
+
+/// One job per visited expert; `out` holds the visits `[visits, outputs]` in order.
+fn expert_jobs<'a>(
+    jobs: &mut Vec<Job<'a>>,
+    matrix: &'a QuantMatrix,
+    mut out: &'a mut [f32],
+    visited: impl Iterator<Item = (usize, std::ops::Range<usize>)>,
+    x: impl Fn(&std::ops::Range<usize>) -> Tokens<'a>,
+) {
+    for (expert, visits) in visited {
+        let (own, rest) = take(&mut out).split_at_mut(visits.len() * matrix.outputs);
+        out = rest;
+        jobs.push(Job { matrix, expert, x: x(&visits), out: own });
+    }
+}
+
+/// SwiGLU of all visits, as input of `down`.
+fn activate(pool: &Pool, plan: &Plan, s: &mut MlpScratch, w: &Mlp, visits: usize) {
+    let width = w.gate.outputs;
+    let (gate, up) = (&s.gate, &s.up);
+    s.inner.fill(pool, plan.isa, visits, |visit, out| {
+        swiglu(plan.isa, &gate[visit * width..][..width], &up[visit * width..][..width], out);
+    });
+}

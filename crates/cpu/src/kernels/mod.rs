@@ -1,0 +1,189 @@
+//! The kernels: each file opens with what goes in and out, and names its reference function.
+//!
+//! A kernel is one generic function over plain slices, compiled once per instruction set by [`kernel!`]; lanes are
+//! fixed arrays that the compiler keeps in vector registers. Every output element is summed by one worker in an order
+//! that depends on nothing but the sizes of the model, so neither the number of threads nor the neighbours of a row
+//! change its bits.
+
+pub(crate) mod attention;
+pub(crate) mod delta;
+pub(crate) mod gemm;
+pub(crate) mod gemv;
+pub(crate) mod linear;
+pub(crate) mod moe;
+pub(crate) mod norm;
+pub(crate) mod rope;
+pub(crate) mod sample;
+
+use lily_model::Shape;
+
+/// Lanes of the sums that kernels carry: the width of an AVX2 register.
+pub(crate) const LANES: usize = 8;
+/// One vector of f32.
+pub(crate) type Lanes = [f32; LANES];
+
+/// Defines `$name(isa, args)`, which runs `$body::<FUSED>(args)` compiled for `isa`. `FUSED` says whether the set has a
+/// fused multiply-add; without one, asking for it would call a library function.
+macro_rules! kernel {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident;) => {
+        $(#[$doc])*
+        $vis fn $name(isa: $crate::device::Isa, $($arg: $ty),*) $(-> $ret)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2($($arg: $ty),*) $(-> $ret)? {
+                $body::<true>($($arg),*)
+            }
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: a value of `Isa::Avx2` exists only where the CPU was found to have AVX2 and FMA.
+                $crate::device::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::device::Isa::Portable => $body::<{ $crate::kernels::TARGET_HAS_FMA }>($($arg),*),
+            }
+        }
+    };
+}
+pub(crate) use kernel;
+
+/// Whether the target of the build always has a fused multiply-add.
+pub(crate) const TARGET_HAS_FMA: bool = cfg!(any(target_feature = "fma", target_arch = "aarch64"));
+
+/// `a * b + c`, fused or not.
+#[inline(always)]
+pub(crate) fn mul_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FUSED { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// `sum += a * b` lane by lane.
+#[inline(always)]
+pub(crate) fn add_product<const FUSED: bool>(sum: &mut Lanes, a: &Lanes, b: &Lanes) {
+    for lane in 0..LANES {
+        sum[lane] = mul_add::<FUSED>(a[lane], b[lane], sum[lane]);
+    }
+}
+
+/// `sum += a * b` lane by lane, with one `b` for all.
+#[inline(always)]
+pub(crate) fn add_scaled<const FUSED: bool>(sum: &mut Lanes, a: &Lanes, b: f32) {
+    for lane in 0..LANES {
+        sum[lane] = mul_add::<FUSED>(a[lane], b, sum[lane]);
+    }
+}
+
+/// Sum of the lanes, by halves.
+#[inline(always)]
+pub(crate) fn total(lanes: Lanes) -> f32 {
+    let [a, b, c, d, e, f, g, h] = lanes;
+    ((a + e) + (c + g)) + ((b + f) + (d + h))
+}
+
+/// `sum_i a_i b_i` for a length that is a multiple of the lanes.
+#[inline(always)]
+pub(crate) fn dot<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [[0.0; LANES]; 4];
+    let (a, b) = (a.as_chunks::<LANES>().0, b.as_chunks::<LANES>().0);
+    let mut fours = a.chunks_exact(4).zip(b.chunks_exact(4));
+    for (a, b) in &mut fours {
+        for i in 0..4 {
+            add_product::<FUSED>(&mut sums[i], &a[i], &b[i]);
+        }
+    }
+    let rest = a.len() / 4 * 4;
+    for (a, b) in a[rest..].iter().zip(&b[rest..]) {
+        add_product::<FUSED>(&mut sums[0], a, b);
+    }
+    let [s0, s1, s2, s3] = sums;
+    total(std::array::from_fn(|i| (s0[i] + s1[i]) + (s2[i] + s3[i])))
+}
+
+/// `exp(x)` within 2 units in the last place between -87 and 88, constant outside, NaN for NaN; without branches, so
+/// that loops over it become vector code.
+///
+/// `x = n ln 2 + r`, and on `|r| <= ln 2 / 2` the Taylor series of degree 7, whose next term is below 6e-9.
+#[inline(always)]
+pub(crate) fn exp<const FUSED: bool>(x: f32) -> f32 {
+    /// Adding it rounds to an integer, which then stands in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    /// ln 2 in two parts; the first has few enough bits that its product with `n` is exact.
+    const LN2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
+    let x = x.clamp(-87.0, 88.0);
+    let shifted = mul_add::<FUSED>(x, std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = mul_add::<FUSED>(n, -LN2[1], mul_add::<FUSED>(n, -LN2[0], x));
+    let mut p = 1.0 / 5040.0;
+    for coefficient in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        p = mul_add::<FUSED>(p, r, coefficient);
+    }
+    p * f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits()))
+}
+
+/// `1 / (1 + exp(-x))`.
+#[inline(always)]
+pub(crate) fn sigmoid<const FUSED: bool>(x: f32) -> f32 {
+    1.0 / (1.0 + exp::<FUSED>(-x))
+}
+
+/// `x * sigmoid(x)`.
+#[inline(always)]
+pub(crate) fn silu<const FUSED: bool>(x: f32) -> f32 {
+    x / (1.0 + exp::<FUSED>(-x))
+}
+
+/// One token's inputs of a linear, in the order in which kernels meet the codes: of each group of 64 first the even
+/// columns, then the odd ones, because a byte of codes holds an even and an odd column. With them the sum of each group,
+/// which every row of every matrix multiplies by its bias.
+#[derive(Clone, Copy)]
+pub(crate) struct Inputs<'a> {
+    pub(crate) values: &'a [f32],
+    pub(crate) sums: &'a [f32],
+}
+
+/// Rearranges a row into the order of [`Inputs`] and sums its groups.
+#[inline(always)]
+pub(crate) fn arrange<const FUSED: bool>(row: &[f32], values: &mut [f32], sums: &mut [f32]) {
+    let groups = row.as_chunks::<{ Shape::GROUP }>().0;
+    let arranged = values.as_chunks_mut::<{ Shape::GROUP }>().0;
+    for ((group, arranged), sum) in groups.iter().zip(arranged).zip(sums) {
+        let mut lanes = [0.0; LANES];
+        for (i, x) in group.iter().enumerate() {
+            arranged[i / 2 + i % 2 * (Shape::GROUP / 2)] = *x;
+            lanes[i % LANES] += x;
+        }
+        *sum = total(lanes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_within_two_units_in_the_last_place() {
+        let mut worst = 0f64;
+        for i in -87_000..=88_000 {
+            let x = i as f32 / 1000.0;
+            for got in [exp::<false>(x), exp::<true>(x)] {
+                let exact = f64::from(x).exp();
+                worst = worst.max((f64::from(got) / exact - 1.0).abs());
+            }
+        }
+        // One unit in the last place is at most 1.2e-7 of the value.
+        assert!(worst < 2.4e-7, "{worst:e}");
+    }
+
+    #[test]
+    fn exp_keeps_nan_and_saturates() {
+        assert!(exp::<false>(f32::NAN).is_nan());
+        assert!(exp::<false>(f32::NEG_INFINITY) < 1e-37);
+        assert!(exp::<false>(f32::INFINITY) > 1e38);
+        assert_eq!(exp::<false>(0.0), 1.0);
+    }
+
+    #[test]
+    fn dot_sums_every_lane() {
+        for n in [8, 32, 40, 128, 264] {
+            let a: Vec<f32> = (0..n).map(|i| i as f32).collect();
+            let b = vec![1.0; n];
+            assert_eq!(dot::<false>(&a, &b), (n * (n - 1) / 2) as f32);
+        }
+    }
+}

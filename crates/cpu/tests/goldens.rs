@@ -1,0 +1,79 @@
+//! The CPU backend against the stored outputs of mlx-lm in float32.
+
+use std::sync::Arc;
+
+use lily_backend::{Backend, Input, Row, RowOutput, SamplingParams, StateId, Step, Want};
+use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
+use lily_model::Checkpoint;
+use lily_reference::golden::{Goldens, LOGIT_TOLERANCE, compare_logits, tiny_checkpoint};
+
+fn load(directory: std::path::PathBuf, max_chunk: usize) -> CpuBackend {
+    let checkpoint = Arc::new(Checkpoint::open(directory).unwrap());
+    let options = LoadOptions { kv: KvDtype::F32, max_context: Some(2048), max_chunk, ..LoadOptions::default() };
+    CpuBackend::load(checkpoint, &options).unwrap()
+}
+
+fn step(backend: &mut CpuBackend, state: StateId, input: Input, want: Want) -> RowOutput {
+    let step = Step { rows: vec![Row { state, input, want }], trace: false };
+    let ticket = backend.submit(step).unwrap();
+    backend.wait(ticket).unwrap().rows.remove(0)
+}
+
+/// Logits of every position, the prompt fed in chunks.
+fn all_logits(backend: &mut CpuBackend, ids: &[u32], chunk: usize) -> Vec<f32> {
+    let state = backend.new_state(ids.len()).unwrap();
+    let mut logits = Vec::new();
+    for ids in ids.chunks(chunk) {
+        let RowOutput::Logits(part) = step(backend, state, Input::Tokens(ids.to_vec()), Want::AllLogits) else {
+            panic!("logits were wanted");
+        };
+        logits.extend(part);
+    }
+    backend.free_state(state).unwrap();
+    logits
+}
+
+#[test]
+fn tiny_logits_of_every_prompt_are_those_of_the_goldens() {
+    let goldens = Goldens::tiny();
+    let mut backend = load(tiny_checkpoint(), 512);
+    for length in goldens.lengths() {
+        let prompt = goldens.prompt(length);
+        for chunk in [512, 48, 3, 1] {
+            let logits = all_logits(&mut backend, &prompt.ids, chunk);
+            let worst = compare_logits(&logits, &prompt.logits, backend.caps().vocab, LOGIT_TOLERANCE);
+            let worst = worst.unwrap_or_else(|e| panic!("{length} tokens in chunks of {chunk}: {e}"));
+            println!("{length} tokens in chunks of {chunk}: largest difference {worst:e}");
+        }
+    }
+}
+
+/// Top-1 minus top-2 below which rounding may choose another token.
+const DECIDED: f32 = 1e-2;
+
+#[test]
+fn tiny_greedy_tokens_are_those_of_the_goldens_as_long_as_they_are_decided() {
+    let goldens = Goldens::tiny();
+    let mut backend = load(tiny_checkpoint(), 512);
+    for length in goldens.lengths() {
+        let prompt = goldens.prompt(length);
+        let state = backend.new_state(length + prompt.greedy.len()).unwrap();
+        for ids in prompt.ids.chunks(512).take(prompt.ids.len().div_ceil(512) - 1) {
+            step(&mut backend, state, Input::Tokens(ids.to_vec()), Want::Nothing);
+        }
+        let last = prompt.ids.chunks(512).next_back().unwrap();
+        let mut input = Input::Tokens(last.to_vec());
+        for (i, (expected, margin)) in prompt.greedy.iter().zip(&prompt.greedy_margin).enumerate() {
+            let RowOutput::Token(token) = step(&mut backend, state, input, Want::Token(SamplingParams::greedy(1024)))
+            else {
+                panic!("a token was wanted");
+            };
+            if *margin > DECIDED {
+                assert_eq!(token.id, *expected, "{length} tokens, greedy token {i}");
+            }
+            // An undecided token is fed as the goldens have it.
+            input = Input::Tokens(vec![*expected]);
+        }
+        backend.free_state(state).unwrap();
+    }
+}
