@@ -94,6 +94,7 @@ impl CpuBackend {
             max_chunk: plan.max_chunk,
             max_rows: MAX_ROWS,
             steps_in_flight: STEPS_IN_FLIGHT,
+            overlaps: false,
             bytes_per_token: shape.kv_bytes_per_token(plan.kv.bytes()),
             bytes_per_state: shape.recurrent_bytes(),
             vocab: shape.vocab,
