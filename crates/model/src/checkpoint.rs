@@ -101,6 +101,9 @@ impl Source {
                     },
                     _ => read(e),
                 })?;
+                if !opened.metadata().map_err(read)?.is_file() {
+                    return Err(read(std::io::Error::other("it is not a file")));
+                }
                 // SAFETY: the map is read-only and handed out as bytes, for which every value is valid. A file that
                 // another program shortens while it is mapped ends this process by SIGBUS, as for every mapping
                 // reader; README says not to change a checkpoint in use.

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use crate::error::ModelError;
 use crate::quant::Bits;
 use crate::shape::{LayerKind, Shape};
+use crate::weights::is_unused;
 
 /// What `config.json` says, checked.
 #[derive(Clone, Debug, PartialEq)]
@@ -140,9 +141,12 @@ fn differs(field: &str, found: &Value, expected: &str) -> ModelError {
 
 fn check_model_type(top: &Section<'_>, text: &Section<'_>) -> Result<(), ModelError> {
     let value = top.required("model_type", MODEL_TYPES)?;
-    match value.as_str() {
-        Some("qwen3_5_moe" | "qwen3_5_moe_text") => {}
-        _ => return Err(top.fail("model_type", value, MODEL_TYPES)),
+    let right = |value: &Value| matches!(value.as_str(), Some("qwen3_5_moe" | "qwen3_5_moe_text"));
+    if !right(value) {
+        return Err(top.fail("model_type", value, MODEL_TYPES));
+    }
+    if let Some(value) = text.get("model_type").filter(|value| !right(value)) {
+        return Err(text.fail("model_type", value, MODEL_TYPES));
     }
     text.fixed("hidden_act", &"silu".into())?;
     text.fixed("attention_bias", &false.into())?;
@@ -206,35 +210,38 @@ fn divides(text: &Section<'_>, key: &str, part: usize, of: &str, whole: usize) -
     Err(text.fail(key, &part.into(), &format!("a divisor of {of} = {whole}")))
 }
 
+/// A number that is positive and finite in f32 as well.
 fn parse_positive(section: &Section<'_>, key: &str) -> Result<f64, ModelError> {
-    let value = section.required(key, "a positive number")?;
-    value.as_f64().filter(|x| x.is_finite() && *x > 0.0).ok_or_else(|| section.fail(key, value, "a positive number"))
+    let expected = "a positive number";
+    let value = section.required(key, expected)?;
+    let usable = |x: &f64| *x > 0.0 && (*x as f32).is_normal();
+    value.as_f64().filter(usable).ok_or_else(|| section.fail(key, value, expected))
 }
 
 /// The base of the angles; the rotary parameters may stand in `rope_parameters` or beside it. For text the three
 /// position ids of mRoPE are equal, so its sections do not matter.
 fn parse_rope(text: &Section<'_>) -> Result<f64, ModelError> {
-    let nested = match text.get("rope_parameters").or_else(|| text.get("rope_scaling")) {
-        Some(Value::Object(map)) => Some(Section { prefix: "text_config.rope_parameters.", map }),
-        Some(other) => return Err(text.fail("rope_parameters", other, "an object")),
-        None => None,
-    };
     let rotary = (Shape::ROTARY_DIM as f64 / Shape::HEAD_DIM as f64).into();
-    text.fixed("partial_rotary_factor", &rotary)?;
-    let Some(nested) = nested else {
-        text.required("partial_rotary_factor", &rotary.to_string())?;
-        return parse_positive(text, "rope_theta");
-    };
-    nested.fixed("partial_rotary_factor", &rotary)?;
-    nested.fixed("rope_type", &"default".into())?;
-    if nested.get("partial_rotary_factor").is_none() {
-        text.required("partial_rotary_factor", &rotary.to_string())?;
+    let mut places = vec![text];
+    let prefix;
+    let nested;
+    let key = if text.get("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
+    match text.get(key) {
+        Some(Value::Object(map)) => {
+            prefix = format!("{}{key}.", text.prefix);
+            nested = Section { prefix: &prefix, map };
+            nested.fixed("rope_type", &"default".into())?;
+            places.insert(0, &nested);
+        }
+        Some(other) => return Err(text.fail(key, other, "an object")),
+        None => {}
     }
-    if nested.get("rope_theta").is_some() {
-        parse_positive(&nested, "rope_theta")
-    } else {
-        parse_positive(text, "rope_theta")
+    for place in &places {
+        place.fixed("partial_rotary_factor", &rotary)?;
     }
+    let with = |key: &str| places.iter().copied().find(|place| place.get(key).is_some()).unwrap_or(text);
+    with("partial_rotary_factor").required("partial_rotary_factor", &rotary.to_string())?;
+    parse_positive(with("rope_theta"), "rope_theta")
 }
 
 fn check_layer_types(text: &Section<'_>, shape: &Shape) -> Result<(), ModelError> {
@@ -278,7 +285,7 @@ fn parse_quantization(top: &Section<'_>) -> Result<Quantization, ModelError> {
     }
     let default = parse_bits("quantization", map)?;
     let mut overrides = HashMap::new();
-    for (module, value) in map {
+    for (module, value) in map.iter().filter(|(module, _)| !is_unused(module)) {
         match value {
             Value::Object(spec) => {
                 let bits = parse_bits(&format!("quantization.{module}"), spec)?;

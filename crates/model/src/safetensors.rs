@@ -3,16 +3,17 @@
 //! The published shards are not aligned (their headers are not padded), so a tensor is a byte slice and is never cast
 //! to a wider type.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-use safetensors::tensor::{Dtype, Metadata};
-use safetensors::{SafeTensorError, SafeTensors};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde_json::Value;
 
 use crate::checkpoint::{FileBytes, Source};
 use crate::error::ModelError;
+use crate::weights::is_unused;
 
 /// The bytes of one tensor inside a shard that stays mapped as long as any of its tensors lives.
 #[derive(Clone)]
@@ -72,8 +73,9 @@ const SINGLE: &str = "model.safetensors";
 
 impl Tensors {
     /// Maps the shards that the index names, or `model.safetensors` where there is no index. Files that neither names
-    /// are ignored. Fails on a missing shard, a damaged header, data beyond the end of the file, and a tensor that the
-    /// index places in another shard than the one that holds it.
+    /// are ignored, and so are shards that hold nothing of the text model: they may be absent. Fails on a missing
+    /// shard, a damaged header, data beyond the end of the file, and a tensor that the index places in another shard
+    /// than the one that holds it.
     pub fn open(source: &Source) -> Result<Tensors, ModelError> {
         let mut by_name = BTreeMap::new();
         match source.read_optional(INDEX)? {
@@ -89,13 +91,11 @@ impl Tensors {
                 Ok(())
             })?,
             Some(index) => {
-                let placed = read_index(&source.name_of(INDEX), &index)?;
-                let mut shards: Vec<&String> = placed.values().collect();
-                shards.sort();
-                shards.dedup();
-                for shard in shards {
+                let mut placed = read_index(&source.name_of(INDEX), &index)?;
+                placed.retain(|name, _| !is_unused(name));
+                for shard in placed.values().collect::<BTreeSet<_>>() {
                     read_shard(source, shard, |name, tensor| {
-                        if placed.get(&name) == Some(shard) {
+                        if is_unused(&name) || placed.get(&name) == Some(shard) {
                             by_name.insert(name, tensor);
                             return Ok(());
                         }
@@ -150,10 +150,10 @@ impl Tensors {
     }
 }
 
-fn read_index(file: &str, json: &[u8]) -> Result<HashMap<String, String>, ModelError> {
+fn read_index(file: &str, json: &[u8]) -> Result<BTreeMap<String, String>, ModelError> {
     #[derive(serde::Deserialize)]
     struct Index {
-        weight_map: HashMap<String, String>,
+        weight_map: BTreeMap<String, String>,
     }
     let index: Index = serde_json::from_slice(json)
         .map_err(|e| ModelError::Damaged { file: file.into(), reason: format!("no usable weight_map: {e}") })?;
@@ -175,34 +175,60 @@ fn read_shard(
     let file = Arc::new(source.map(shard)?);
     let damaged = |reason: String| ModelError::Damaged { file: source.name_of(shard), reason };
     let (header, metadata) = parse_header(&file).map_err(&damaged)?;
-    let mut accepted = 0;
     for (name, info) in metadata.tensors() {
         let (start, end) = info.data_offsets;
-        let range = header + start..header + end;
-        if range.end > file.len() {
-            return Err(damaged(format!("tensor {name} ends at byte {} of {}", range.end, file.len())));
-        }
-        let bytes = TensorBytes { file: Arc::clone(&file), range };
+        let bytes = TensorBytes { file: Arc::clone(&file), range: header + start..header + end };
         accept(name, Tensor { dtype: info.dtype, shape: info.shape.clone(), bytes })?;
-        accepted += 1;
     }
-    tracing::debug!(shard, tensors = accepted, bytes = file.len(), "mapped");
+    tracing::debug!(shard, bytes = file.len(), "mapped");
     Ok(())
 }
 
 /// Checks a safetensors file of any content: returns the offset of the data and the header. The reason of a refusal is
 /// text for a person.
+///
+/// The crate's own reader checks the same, but its reasons do not say which tensor, and absurd offsets overflow in it.
 pub fn parse_header(file: &[u8]) -> Result<(usize, Metadata), String> {
-    let (length, metadata) = SafeTensors::read_metadata(file).map_err(|e| match e {
-        SafeTensorError::HeaderTooSmall => format!("{} bytes are too few for a safetensors header", file.len()),
-        SafeTensorError::HeaderTooLarge | SafeTensorError::InvalidHeaderLength => {
-            "the length of the header is larger than the file or than any real header; the download may be cut".into()
-        }
-        SafeTensorError::MetadataIncompleteBuffer => {
-            format!("the tensors do not fill the file exactly ({} bytes); the download may be cut", file.len())
-        }
-        SafeTensorError::InvalidOffset(name) => format!("the data of tensor {name} overlaps or leaves a gap"),
-        other => format!("bad safetensors header: {other}"),
+    let total = file.len();
+    let too_short = || format!("{total} bytes are too few for a safetensors header");
+    let (length, rest) = file.split_first_chunk().ok_or_else(too_short)?;
+    let length = u64::from_le_bytes(*length);
+    let json = usize::try_from(length).ok().and_then(|length| rest.get(..length)).ok_or_else(|| {
+        format!("its header should be {length} bytes long, but the file has {total}; the download may be cut")
     })?;
-    Ok((8 + length, metadata))
+    let entries: BTreeMap<String, Value> =
+        serde_json::from_slice(json).map_err(|e| format!("its header is not a JSON object: {e}"))?;
+    let mut tensors = entries
+        .into_iter()
+        .filter(|(name, _)| name != "__metadata__")
+        .map(|(name, entry)| match serde_json::from_value::<TensorInfo>(entry) {
+            Ok(info) => Ok((name, info)),
+            Err(e) => Err(format!("its header describes tensor {name} badly: {e}")),
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    tensors.sort_by_key(|(_, info)| info.data_offsets);
+    let data = &rest[json.len()..];
+    let end = tensors.iter().try_fold(0, |end, (name, info)| end_of_tensor(name, info, end))?;
+    if end != data.len() {
+        return Err(format!(
+            "its tensors take {end} bytes, but {} follow the header; the download may be cut",
+            data.len()
+        ));
+    }
+    let metadata = Metadata::new(None, tensors).map_err(|e| format!("bad safetensors header: {e}"))?;
+    Ok((total - data.len(), metadata))
+}
+
+/// Where the data of a tensor ends that should begin at `start`.
+fn end_of_tensor(name: &str, info: &TensorInfo, start: usize) -> Result<usize, String> {
+    let TensorInfo { dtype, shape, data_offsets: (from, to) } = info;
+    if *from != start || to < from {
+        let what = if *from < start { "overlaps the one before" } else { "leaves a gap" };
+        return Err(format!("tensor {name} {what}: it takes bytes {from} to {to}, expected from {start} on"));
+    }
+    let bits = shape.iter().try_fold(dtype.bitsize(), |n, dim| n.checked_mul(*dim));
+    match bits {
+        Some(bits) if bits.is_multiple_of(8) && bits / 8 == to - from => Ok(*to),
+        _ => Err(format!("tensor {name} is {dtype} {shape:?}, but its data is {} bytes", to - from)),
+    }
 }

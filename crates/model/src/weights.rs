@@ -19,7 +19,7 @@ pub struct Weights {
     pub norm: Vec<f32>,
     /// `[vocab, hidden]`.
     pub head: QuantMatrix,
-    /// Tensors that were skipped by name (vision tower, multi-token prediction) and their bytes.
+    /// Tensors in the opened shards that were skipped by name (vision tower, multi-token prediction), and their bytes.
     pub skipped: (usize, usize),
 }
 
@@ -132,12 +132,10 @@ impl Weights {
     pub fn take_from(config: &Config, mut tensors: Tensors) -> Result<Weights, ModelError> {
         refuse_known_layouts(&tensors)?;
         let skipped = tensors.skip(is_unused);
-        let (prefix, head) = PREFIXES
-            .into_iter()
-            .find(|(prefix, head)| {
-                tensors.contains(&format!("{prefix}norm.weight")) && tensors.contains(&format!("{head}.weight"))
-            })
-            .ok_or_else(|| ModelError::MissingTensor { name: "language_model.lm_head.weight".into() })?;
+        if skipped.0 > 0 {
+            tracing::info!(tensors = skipped.0, bytes = skipped.1, "vision and multi-token prediction are not used");
+        }
+        let (prefix, head) = spelling(&tensors);
         let shape = &config.shape;
         let mut take = Taker { config, tensors, prefix: prefix.into() };
         let embedding = take.quantized("embed_tokens", [shape.vocab, shape.hidden])?;
@@ -182,7 +180,18 @@ impl Weights {
     }
 }
 
-fn is_unused(name: &str) -> bool {
+/// The spelling that fits best; the first if none does, so that a missing tensor is named as it is published.
+fn spelling(tensors: &Tensors) -> (&'static str, &'static str) {
+    let fit = |(prefix, head): &(&str, &str)| {
+        let found = [format!("{prefix}norm.weight"), format!("{head}.weight")].map(|name| tensors.contains(&name));
+        found.into_iter().filter(|found| *found).count()
+    };
+    let [published, others @ ..] = PREFIXES;
+    others.into_iter().fold(published, |best, other| if fit(&other) > fit(&best) { other } else { best })
+}
+
+/// Whether the name, of a tensor or of a module, is of a part that lily does not run.
+pub(crate) fn is_unused(name: &str) -> bool {
     name.starts_with("vision_tower.") || name.starts_with("mtp.") || name.contains(".mtp.")
 }
 
