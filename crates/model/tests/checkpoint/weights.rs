@@ -1,8 +1,6 @@
 //! What opens, what is refused, and that a refusal names its reason: layouts of weights.
 
-mod common;
-
-use common::{HEAD, Parts, Raw, TEXT, assert_names, shard, testdata, write_index, write_shard};
+use crate::parts::{HEAD, Parts, Raw, TEXT, assert_names, shard, testdata, write_index, write_shard};
 use lily_model::{Bits, Checkpoint, Mixer, ModelError};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
