@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-REAL_CONFIG = HERE / "config.json"   # of the published checkpoint, byte for byte
+REAL_CONFIG = HERE.parents[1] / "testdata/qwen3.6/config.json"   # of the published checkpoint, byte for byte
 GROUP, BITS, GATE_BITS = 64, 4, 8
 
 SIZES = {

@@ -1,23 +1,19 @@
-//! Developer commands: `cargo xtask help` lists them. One module per command.
+//! Developer commands of lily.
 
 mod synth;
 
-use clap::{Parser, Subcommand};
+use clap::Parser;
 
+/// Developer commands of lily.
 #[derive(Parser)]
-#[command(name = "cargo xtask", about = "Developer commands of lily")]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand)]
+#[command(bin_name = "cargo xtask")]
 enum Command {
+    /// Write a checkpoint of random weights in the published format.
     Synth(synth::Args),
 }
 
 fn main() -> anyhow::Result<()> {
-    match Cli::parse().command {
+    match Command::parse() {
         Command::Synth(args) => synth::run(&args),
     }
 }

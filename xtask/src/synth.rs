@@ -19,7 +19,6 @@ use serde_json::{Map, Value, json};
 
 use shards::Order;
 
-/// Writes a checkpoint of random weights in the published format
 #[derive(clap::Args)]
 pub struct Args {
     /// Directory to write, made if absent; model files in it are replaced

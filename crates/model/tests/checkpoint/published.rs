@@ -3,13 +3,17 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
+use std::path::Path;
 
 use crate::parts::{shard, testdata, write_index};
 use lily_model::{Checkpoint, LayerKind, Mixer, Shape};
 use serde_json::{Map, json};
 
+/// Name, dtype, dimensions, bytes.
+type Row<'a> = (&'a str, &'a str, Vec<usize>, u64);
+
 /// The header and zeros, which a sparse file holds without taking disk space.
-fn write_sparse(path: &std::path::Path, tensors: &[(&str, &str, Vec<usize>, u64)]) {
+fn write_sparse(path: &Path, tensors: &[Row<'_>]) {
     let mut header = Map::new();
     let mut end = 0;
     for (name, dtype, dims, bytes) in tensors {
@@ -36,7 +40,7 @@ fn is_norm(name: &str) -> bool {
 #[cfg_attr(not(target_os = "linux"), ignore = "20 GB in sparse files, which not every file system has")]
 fn every_published_tensor_is_typed_or_skipped_and_the_bytes_add_up() {
     let table = std::fs::read_to_string(testdata("qwen3.6/tensors.tsv")).unwrap();
-    let mut shards: BTreeMap<usize, Vec<(&str, &str, Vec<usize>, u64)>> = BTreeMap::new();
+    let mut shards: BTreeMap<usize, Vec<Row<'_>>> = BTreeMap::new();
     for line in table.lines().skip(1) {
         let [name, dtype, dims, bytes, shard] = line.split('\t').collect::<Vec<_>>()[..] else { panic!("{line}") };
         let dims = dims.split('x').map(|dim| dim.parse().unwrap()).collect();
