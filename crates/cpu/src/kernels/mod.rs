@@ -14,6 +14,8 @@ pub(crate) mod moe;
 pub(crate) mod norm;
 pub(crate) mod rope;
 pub(crate) mod sample;
+#[cfg(test)]
+mod tests;
 
 use lily_model::Shape;
 
@@ -149,41 +151,5 @@ pub(crate) fn arrange<const FUSED: bool>(row: &[f32], values: &mut [f32], sums: 
             lanes[i % LANES] += x;
         }
         *sum = total(lanes);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn exp_is_within_two_units_in_the_last_place() {
-        let mut worst = 0f64;
-        for i in -87_000..=88_000 {
-            let x = i as f32 / 1000.0;
-            for got in [exp::<false>(x), exp::<true>(x)] {
-                let exact = f64::from(x).exp();
-                worst = worst.max((f64::from(got) / exact - 1.0).abs());
-            }
-        }
-        // One unit in the last place is at most 1.2e-7 of the value.
-        assert!(worst < 2.4e-7, "{worst:e}");
-    }
-
-    #[test]
-    fn exp_keeps_nan_and_saturates() {
-        assert!(exp::<false>(f32::NAN).is_nan());
-        assert!(exp::<false>(f32::NEG_INFINITY) < 1e-37);
-        assert!(exp::<false>(f32::INFINITY) > 1e38);
-        assert_eq!(exp::<false>(0.0), 1.0);
-    }
-
-    #[test]
-    fn dot_sums_every_lane() {
-        for n in [8, 32, 40, 128, 264] {
-            let a: Vec<f32> = (0..n).map(|i| i as f32).collect();
-            let b = vec![1.0; n];
-            assert_eq!(dot::<false>(&a, &b), (n * (n - 1) / 2) as f32);
-        }
     }
 }

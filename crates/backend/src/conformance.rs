@@ -1,1 +1,0 @@
-//! Cases and laws that every backend is held to.

@@ -1,0 +1,419 @@
+//! Kernels against `lily_reference::ops`, for every instruction set of this CPU, on the cases that all devices share.
+
+use lily_backend::conformance::cases::{
+    ATTENTION, DELTA, F32_FORMULA, F32_RECURRENCE, F32_SUMS, Generator, LINEAR, ROUTES, Tolerance, assert_close,
+};
+use lily_backend::{Error, SamplingParams};
+use lily_model::Shape;
+use lily_reference::ops;
+
+use super::attention::{Attention, Partials, Plane, narrow};
+use super::delta::{Convolution, Delta, convolve, delta};
+use super::linear::{Activations, Job, Tokens, linear};
+use super::moe::Routing;
+use super::norm::{add_weighted, rms_norm, sigmoid_gate, swiglu};
+use super::rope::Angles;
+use super::sample::{Context, NoToken, sample};
+use super::{dot, exp};
+use crate::device::{Isa, Pool};
+
+const EPS: f32 = 1e-6;
+
+/// Runs a test for each instruction set, with one worker and with three.
+fn on_every_path(test: impl Fn(&Pool, Isa)) {
+    for isa in Isa::all() {
+        for threads in [1, 3] {
+            test(&Pool::new(threads).unwrap(), isa);
+        }
+    }
+}
+
+fn activations(pool: &Pool, isa: Isa, x: &[f32], width: usize) -> Activations {
+    let mut activations = Activations::new(x.len() / width, width).unwrap();
+    activations.fill(pool, isa, x.len() / width, |i, out| out.copy_from_slice(&x[i * width..][..width]));
+    activations
+}
+
+#[test]
+fn linears_of_every_size_are_those_of_the_reference() {
+    on_every_path(|pool, isa| {
+        for (seed, case) in LINEAR.iter().enumerate() {
+            let mut generator = Generator::new(seed as u64);
+            let matrix = generator.matrix(case.bits, case.experts, case.outputs, case.inputs);
+            let x = generator.values(case.tokens * case.inputs, 1.0);
+            let inputs = activations(pool, isa, &x, case.inputs);
+            for expert in 0..case.experts {
+                let mut got = vec![f32::NAN; case.tokens * case.outputs];
+                let x_of = Tokens::range(&inputs, 0, case.tokens);
+                linear(pool, isa, vec![Job { matrix: &matrix, expert, x: x_of, out: &mut got }]);
+                let expected = ops::expert_linear(&x, &matrix, &vec![expert; case.tokens]);
+                assert_close(&got, &expected, F32_SUMS, &format!("{isa:?} {case:?} expert {expert}"));
+            }
+        }
+    });
+}
+
+#[test]
+fn a_pass_of_many_jobs_gives_each_its_own_tokens_and_place() {
+    on_every_path(|pool, isa| {
+        let mut generator = Generator::new(1);
+        let stack = generator.matrix(lily_model::Bits::Four, 4, 70, 128);
+        let plain = generator.matrix(lily_model::Bits::Eight, 1, 9, 128);
+        let x = generator.values(6 * 128, 1.0);
+        let inputs = activations(pool, isa, &x, 128);
+        let lists: [&[u32]; 4] = [&[5, 0, 1, 2, 3], &[], &[4], &[3, 3]];
+        let mut outs: Vec<Vec<f32>> = lists.iter().map(|list| vec![f32::NAN; list.len() * 70]).collect();
+        let mut last = vec![f32::NAN; 3 * 9];
+        let mut jobs: Vec<Job<'_>> = Vec::new();
+        for ((expert, list), out) in lists.iter().enumerate().zip(&mut outs) {
+            jobs.push(Job { matrix: &stack, expert, x: Tokens::list(&inputs, list), out });
+        }
+        jobs.push(Job { matrix: &plain, expert: 0, x: Tokens::range(&inputs, 2, 3), out: &mut last });
+        linear(pool, isa, jobs);
+        for (expert, (list, out)) in lists.iter().zip(&outs).enumerate() {
+            let x: Vec<f32> = list.iter().flat_map(|t| &x[*t as usize * 128..][..128]).copied().collect();
+            let expected = ops::expert_linear(&x, &stack, &vec![expert; list.len()]);
+            assert_close(out, &expected, F32_SUMS, &format!("expert {expert}"));
+        }
+        assert_close(&last, &ops::linear(&x[2 * 128..5 * 128], &plain), F32_SUMS, "the plain matrix");
+    });
+}
+
+#[test]
+fn a_token_has_the_same_bits_whatever_tokens_are_with_it() {
+    on_every_path(|pool, isa| {
+        let mut generator = Generator::new(2);
+        let matrix = generator.matrix(lily_model::Bits::Four, 1, 41, 704);
+        let x = generator.values(9 * 704, 1.0);
+        let inputs = activations(pool, isa, &x, 704);
+        let run = |first: usize, count: usize| {
+            let mut out = vec![0.0; count * 41];
+            let x = Tokens::range(&inputs, first, count);
+            linear(pool, isa, vec![Job { matrix: &matrix, expert: 0, x, out: &mut out }]);
+            out
+        };
+        // Among few tokens and among many the kernels differ; within each the neighbours must not matter.
+        for (counts, token) in [([1, 2, 3], 0), ([5, 7, 9], 4)] {
+            let [a, b, c] = counts.map(|count| run(0, count)[token * 41..][..41].to_vec());
+            assert!(a == b && b == c, "token {token} of {counts:?}");
+        }
+    });
+}
+
+#[test]
+fn activations_keep_every_column_and_the_group_sums() {
+    on_every_path(|pool, isa| {
+        let x = Generator::new(3).values(5 * 192, 1.0);
+        let inputs = activations(pool, isa, &x, 192);
+        for token in 0..5 {
+            let row = &x[token * 192..][..192];
+            assert_eq!(inputs.plain_row(token), row);
+            let sums: Vec<f32> = row.chunks(64).map(|group| group.iter().sum()).collect();
+            assert_close(inputs.row(token).sums, &sums, F32_FORMULA, "group sums");
+        }
+    });
+}
+
+#[test]
+fn norms_and_gates_are_those_of_the_reference() {
+    for isa in Isa::all() {
+        for n in [64, 256, 320, 2048] {
+            let mut generator = Generator::new(n as u64);
+            let (x, y, w) = (generator.values(n, 3.0), generator.values(n, 5.0), generator.values(n, 1.0));
+            let mut got = vec![0.0; n];
+            rms_norm(isa, &x, &w, EPS, &mut got);
+            assert_close(&got, &ops::rms_norm(&x, &w, EPS), F32_FORMULA, "rms_norm");
+            rms_norm(isa, &vec![0.0; n], &w, EPS, &mut got);
+            assert_eq!(got, vec![0.0; n], "rms_norm of zeros");
+            swiglu(isa, &x, &y, &mut got);
+            assert_close(&got, &ops::swiglu(&x, &y), F32_FORMULA, "swiglu");
+            sigmoid_gate(isa, &x, &y, &mut got);
+            assert_close(&got, &ops::attention_gate(&x, &y), F32_FORMULA, "attention gate");
+            let mut sum = y.clone();
+            add_weighted(isa, &mut sum, &x, 0.3);
+            let expected: Vec<f32> = x.iter().zip(&y).map(|(x, y)| 0.3 * x + y).collect();
+            assert_close(&sum, &expected, F32_FORMULA, "add_weighted");
+        }
+        // Gates far from zero saturate instead of overflowing.
+        let mut got = [0.0; 4];
+        swiglu(isa, &[-1e4, 1e4, -80.0, 80.0], &[2.0; 4], &mut got);
+        assert!(got[0].abs() < 1e-30 && got[1] == 2e4 && got[2].abs() < 1e-30 && got[3] == 160.0, "{got:?}");
+    }
+}
+
+#[test]
+fn rope_is_that_of_the_reference_up_to_the_longest_context() {
+    for position in [0, 1, 63, 1000, 262_143] {
+        let mut head = Generator::new(4).values(Shape::HEAD_DIM, 1.0);
+        let mut expected = head.clone();
+        ops::rope(&mut expected, position, 1e7);
+        Angles::at(position, 1e7).rotate(&mut head);
+        assert_close(&head, &expected, F32_FORMULA, &format!("position {position}"));
+    }
+}
+
+const D: usize = Shape::HEAD_DIM;
+/// Rows after the last one in use hold this, so that reading one shows.
+const LOUD: f32 = 1e30;
+
+#[test]
+fn attention_over_either_cache_is_that_of_the_reference() {
+    /// The kernel gets rounded keys and values, and so does the reference.
+    const TOLERANCE: Tolerance =
+        Tolerance { value: 1e-5, reason: "scores of 256 f32 products, then exponentials and sums over the context" };
+    on_every_path(|pool, isa| {
+        for (seed, case) in ATTENTION.iter().enumerate() {
+            let mut generator = Generator::new(seed as u64);
+            let context = case.position + case.tokens;
+            let capacity = context + 5;
+            let mut rows = |scale| -> Vec<Vec<f32>> {
+                let plane = |_| {
+                    let mut plane = generator.bf16_values(context * D, scale);
+                    plane.resize(capacity * D, LOUD);
+                    plane
+                };
+                (0..case.kv_heads).map(plane).collect()
+            };
+            let (keys, values) = (rows(1.5), rows(1.0));
+            let queries = Generator::new(99).values(case.tokens * case.query_heads * D, 1.5);
+            let mut expected = Vec::new();
+            for (i, query) in queries.chunks_exact(D).enumerate() {
+                let (token, head) = (i / case.query_heads, i % case.query_heads);
+                let kv = ops::shared_head(head, case.query_heads, case.kv_heads);
+                let visible = (case.position + token + 1) * D;
+                let of = |planes: &[Vec<f32>]| -> Vec<Vec<f32>> {
+                    planes[kv][..visible].chunks_exact(D).map(<[f32]>::to_vec).collect()
+                };
+                let (keys, values) = (of(&keys), of(&values));
+                let refs = |rows: &[Vec<f32>]| rows.iter().map(|row| row.as_slice().to_vec()).collect::<Vec<_>>();
+                let (keys, values) = (refs(&keys), refs(&values));
+                let keys: Vec<&[f32]> = keys.iter().map(Vec::as_slice).collect();
+                let values: Vec<&[f32]> = values.iter().map(Vec::as_slice).collect();
+                expected.extend(ops::attention(query, &keys, &values));
+            }
+            let scaled: Vec<f32> = queries.iter().map(|q| q / 16.0).collect();
+            let narrowed = |planes: &[Vec<f32>]| -> Vec<Vec<u16>> {
+                let to = |plane: &Vec<f32>| {
+                    let mut narrow_plane = vec![0; plane.len()];
+                    narrow(plane, &mut narrow_plane);
+                    narrow_plane
+                };
+                planes.iter().map(to).collect()
+            };
+            let (keys16, values16) = (narrowed(&keys), narrowed(&values));
+            let mut partials = Partials::new(case.query_heads, context).unwrap();
+            for bf16 in [false, true] {
+                let planes = |wide: &'_ [Vec<f32>], narrow: &'_ [Vec<u16>]| -> Vec<Plane<'static>> {
+                    // Leaked: planes of both types share one lifetime here, and the test ends soon.
+                    match bf16 {
+                        true => narrow.iter().map(|p| Plane::Bf16(p.clone().leak())).collect(),
+                        false => wide.iter().map(|p| Plane::F32(p.clone().leak())).collect(),
+                    }
+                };
+                let attention = Attention {
+                    queries: &scaled,
+                    tokens: case.tokens,
+                    query_heads: case.query_heads,
+                    position: case.position,
+                    keys: planes(&keys, &keys16),
+                    values: planes(&values, &values16),
+                };
+                let mut got = vec![f32::NAN; expected.len()];
+                attention.run(pool, isa, &mut partials, &mut got);
+                assert_close(&got, &expected, TOLERANCE, &format!("{isa:?} {case:?} bf16 {bf16}"));
+            }
+        }
+    });
+}
+
+#[test]
+fn the_delta_mixer_is_that_of_the_reference_and_so_is_the_state_it_leaves() {
+    const D: usize = Shape::DELTA_HEAD_DIM;
+    on_every_path(|pool, isa| {
+        for (seed, case) in DELTA.iter().enumerate() {
+            let mut generator = Generator::new(seed as u64);
+            let (heads, tokens) = (case.value_heads, case.tokens);
+            let channels = (2 * case.key_heads + heads) * D;
+            let u = generator.values(tokens * channels, 1.0);
+            let taps = generator.values(channels * 4, 0.5);
+            let z = generator.values(tokens * heads * D, 1.0);
+            let (a, b) = (generator.values(tokens * heads, 2.0), generator.values(tokens * heads, 2.0));
+            let (a_log, dt_bias) = (generator.values(heads, 1.0), generator.values(heads, 1.0));
+            let norm = generator.values(D, 1.0);
+            let (mut history, mut state) = (generator.values(3 * channels, 1.0), generator.values(heads * D * D, 0.1));
+            let (mut expected_history, mut expected_state) = (history.clone(), state.clone());
+
+            let mut expected = Vec::new();
+            for t in 0..tokens {
+                let y = ops::conv_step(&mut expected_history, &u[t * channels..][..channels], &taps);
+                for head in 0..heads {
+                    let key_head = ops::shared_head(head, heads, case.key_heads);
+                    let part = |index: usize| &y[index * D..][..D];
+                    let (query, key) =
+                        (ops::delta_query(part(key_head)), ops::delta_key(part(case.key_heads + key_head)));
+                    let at = t * heads + head;
+                    let input = ops::DeltaInput {
+                        query: &query,
+                        key: &key,
+                        value: part(2 * case.key_heads + head),
+                        decay: ops::decay(a[at], a_log[head], dt_bias[head]),
+                        beta: ops::sigmoid(b[at]),
+                    };
+                    let o = ops::delta_step(&mut expected_state[head * D * D..][..D * D], input);
+                    expected.extend(ops::gated_norm(&o, &z[at * D..][..D], &norm, EPS));
+                }
+            }
+
+            let by_age: Vec<f32> = (0..4).flat_map(|j| taps.chunks(4).map(move |taps| taps[j])).collect();
+            let rates: Vec<f32> = a_log.iter().map(|a| a.exp()).collect();
+            let mut convolved = vec![f32::NAN; tokens * channels];
+            let convolution = Convolution { inputs: &u, tokens, taps: &by_age, key_heads: case.key_heads };
+            convolve(pool, isa, &convolution, &mut history, &mut convolved);
+            let mut out = Activations::new(tokens, heads * D).unwrap();
+            let recurrence = Delta {
+                tokens,
+                key_heads: case.key_heads,
+                value_heads: heads,
+                qkv: &convolved,
+                z: &z,
+                a: &a,
+                b: &b,
+                rates: &rates,
+                dt_bias: &dt_bias,
+                norm: &norm,
+                eps: EPS,
+            };
+            delta(pool, isa, &recurrence, &mut state, &mut out);
+            let got: Vec<f32> = (0..tokens).flat_map(|t| out.plain_row(t)).collect();
+            assert_eq!(history, expected_history, "{case:?}: history");
+            assert_close(&state, &expected_state, F32_RECURRENCE, &format!("{isa:?} {case:?}: state"));
+            assert_close(&got, &expected, F32_RECURRENCE, &format!("{isa:?} {case:?}: output"));
+        }
+    });
+}
+
+#[test]
+fn routes_are_those_of_the_reference_and_visits_are_sorted_by_expert() {
+    let mut routing = Routing::default();
+    for (logits, count) in ROUTES {
+        let two_tokens = [*logits, *logits].concat();
+        routing.choose(&two_tokens, logits.len(), *count);
+        let expected = ops::route(logits, *count);
+        for token in 0..2 {
+            let range = token * count..(token + 1) * count;
+            let experts: Vec<usize> = routing.experts[range.clone()].iter().map(|e| *e as usize).collect();
+            assert_eq!(experts, expected.iter().map(|(e, _)| *e).collect::<Vec<_>>(), "{logits:?}");
+            let weights: Vec<f32> = expected.iter().map(|(_, w)| *w).collect();
+            assert_close(&routing.weights[range], &weights, F32_FORMULA, &format!("{logits:?}"));
+            for (visit, (expert, _)) in routing.of_token(token, *count).map(|(visit, _)| visit).zip(&expected) {
+                assert_eq!(routing.visitors[visit] as usize, token);
+                let own = routing.visited().find(|(_, visits)| visits.contains(&visit));
+                assert_eq!(own.map(|(expert, _)| expert), Some(*expert));
+            }
+        }
+    }
+}
+
+#[test]
+fn samples_are_those_of_the_reference() {
+    let base = SamplingParams { temperature: 0.8, ..SamplingParams::greedy(900) };
+    let biases: std::sync::Arc<[(u32, f32)]> = [(3, 4.0), (899, -2.0), (17, f32::NEG_INFINITY)].into();
+    let variants = [
+        SamplingParams::greedy(900),
+        base.clone(),
+        SamplingParams { temperature: 3.0, ..base.clone() },
+        SamplingParams { top_k: 1, ..base.clone() },
+        SamplingParams { top_k: 300, ..base.clone() },
+        SamplingParams { top_p: 0.7, ..base.clone() },
+        SamplingParams { top_p: 0.95, top_k: 20, min_p: 0.05, ..base.clone() },
+        SamplingParams { min_p: 0.2, ..base.clone() },
+        SamplingParams { logit_bias: biases.clone(), ..base.clone() },
+        SamplingParams { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: 0.2, ..base.clone() },
+        SamplingParams { repetition_penalty: 1.5, logit_bias: biases, penalty_start: 4, ..SamplingParams::greedy(900) },
+        SamplingParams { logprobs: Some(7), ..base.clone() },
+        SamplingParams { masked: true, ..base.clone() },
+    ];
+    let mask: Vec<u32> = (0..20).map(|i| 0x1111_0000 << (i % 4)).collect();
+    for isa in Isa::all() {
+        for (v, params) in variants.iter().enumerate() {
+            for seed in 0..40u64 {
+                let mut generator = Generator::new(seed);
+                let mut logits = generator.values(1000, 3.0);
+                // Ties at the top and elsewhere.
+                (logits[500], logits[400]) = (9.0, 9.0);
+                logits[seed as usize] = logits[seed as usize + 1];
+                let tokens = generator.ids(6 + seed as usize, 1000);
+                let params = SamplingParams { seed, ..params.clone() };
+                let mask = params.masked.then_some(mask.as_slice());
+                let penalized = &tokens[params.penalty_start.min(tokens.len())..];
+                let context = Context { penalized, mask, position: tokens.len() };
+                let got = sample(isa, &logits, &params, &context).unwrap();
+                let expected = ops::sample(&logits, &params, &tokens, mask).unwrap();
+                assert_eq!(got.id, expected.id, "{isa:?} variant {v}, seed {seed}");
+                assert_eq!(got.logprobs.is_some(), expected.logprobs.is_some());
+                if let (Some(got), Some(expected)) = (got.logprobs, expected.logprobs) {
+                    assert_close(&[got.chosen], &[expected.chosen], F32_FORMULA, "chosen");
+                    let ids = |top: &[(u32, f32)]| top.iter().map(|(id, _)| *id).collect::<Vec<_>>();
+                    let logs = |top: &[(u32, f32)]| top.iter().map(|(_, log)| *log).collect::<Vec<_>>();
+                    assert_eq!(ids(&got.top), ids(&expected.top));
+                    assert_close(&logs(&got.top), &logs(&expected.top), F32_FORMULA, "top");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bad_logits_and_empty_choices_are_told_apart() {
+    for isa in Isa::all() {
+        let context = |mask| Context { penalized: &[], mask, position: 1 };
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            // In a whole vector and in the tail.
+            for at in [3, 42] {
+                let mut logits = vec![0.5; 43];
+                logits[at] = bad;
+                let got = sample(isa, &logits, &SamplingParams::greedy(2), &context(None));
+                assert_eq!(got, Err(NoToken::BadLogits), "{bad} at {at}");
+                let reference = ops::sample(&logits, &SamplingParams::greedy(2), &[1], None);
+                assert!(matches!(reference, Err(Error::BadLogits { .. })));
+            }
+        }
+        for temperature in [0.0, 1.0] {
+            let masked = SamplingParams { masked: true, temperature, ..SamplingParams::greedy(43) };
+            assert_eq!(sample(isa, &[0.5; 43], &masked, &context(Some(&[]))), Err(NoToken::Excluded));
+            let beyond = SamplingParams { vocab_limit: 32, ..masked };
+            assert_eq!(sample(isa, &[0.5; 43], &beyond, &context(Some(&[0, 1]))), Err(NoToken::Excluded));
+        }
+    }
+}
+
+#[test]
+fn exp_is_within_two_units_in_the_last_place() {
+    let mut worst = 0f64;
+    for i in -87_000..=88_000 {
+        let x = i as f32 / 1000.0;
+        for got in [exp::<false>(x), exp::<true>(x)] {
+            let exact = f64::from(x).exp();
+            worst = worst.max((f64::from(got) / exact - 1.0).abs());
+        }
+    }
+    // One unit in the last place is at most 1.2e-7 of the value.
+    assert!(worst < 2.4e-7, "{worst:e}");
+}
+
+#[test]
+fn exp_keeps_nan_and_saturates() {
+    assert!(exp::<false>(f32::NAN).is_nan());
+    assert!(exp::<false>(f32::NEG_INFINITY) < 1e-37);
+    assert!(exp::<false>(f32::INFINITY) > 1e38);
+    assert_eq!(exp::<false>(0.0), 1.0);
+}
+
+#[test]
+fn dot_sums_every_lane() {
+    for n in [8, 32, 40, 128, 264] {
+        let a: Vec<f32> = (0..n).map(|i| i as f32).collect();
+        let b = vec![1.0; n];
+        assert_eq!(dot::<false>(&a, &b), (n * (n - 1) / 2) as f32);
+    }
+}

@@ -1,0 +1,48 @@
+//! The laws of the backend contract, for both KV types, on the tiny checkpoint.
+
+use std::sync::Arc;
+
+use lily_backend::Backend;
+use lily_backend::conformance::Subject;
+use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
+use lily_model::Checkpoint;
+use lily_reference::golden::tiny_checkpoint;
+
+fn load(kv: KvDtype) -> Box<dyn Backend> {
+    let checkpoint = Arc::new(Checkpoint::open(tiny_checkpoint()).unwrap());
+    let options = LoadOptions { kv, threads: Some(2), max_context: Some(1024), max_chunk: 128 };
+    Box::new(CpuBackend::load(checkpoint, &options).unwrap())
+}
+
+lily_backend::conformance_suite! {
+    // Sums in another order are about 1e-5 apart in the logits of the tiny checkpoint; an expert chosen otherwise at a near
+    // tie would be 1e-1.
+    f32_kv: Subject { load: || load(KvDtype::F32), budget: 5e-4 };
+    // A key or value that rounds to the other neighbour in BF16 moves logits by up to 2^-9 of what it adds.
+    bf16_kv: Subject { load: || load(KvDtype::Bf16), budget: 2e-2 };
+}
+
+/// The number of threads changes no bit.
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    use lily_backend::{Input, Row, RowOutput, Step, Want};
+    let run = |threads| {
+        let checkpoint = Arc::new(Checkpoint::open(tiny_checkpoint()).unwrap());
+        let options = LoadOptions { threads: Some(threads), max_context: Some(512), ..LoadOptions::default() };
+        let mut backend = CpuBackend::load(checkpoint, &options).unwrap();
+        let state = backend.new_state(400).unwrap();
+        let mut all = Vec::new();
+        for ids in [(0..300).collect::<Vec<u32>>(), vec![5], vec![6, 7]] {
+            let rows = vec![Row { state, input: Input::Tokens(ids), want: Want::AllLogits }];
+            let ticket = backend.submit(Step { rows, trace: false }).unwrap();
+            let RowOutput::Logits(logits) = backend.wait(ticket).unwrap().rows.remove(0) else {
+                panic!("logits were wanted");
+            };
+            all.extend(logits.into_iter().map(f32::to_bits));
+        }
+        all
+    };
+    let one = run(1);
+    assert!(one == run(2), "two threads");
+    assert!(one == run(7), "seven threads");
+}
