@@ -392,14 +392,19 @@ fn physical_cores() -> Option<usize> {
     None
 }
 
-/// Memory of the machine in bytes, or `usize::MAX` where it is not known.
+/// Memory that this process may have in bytes: of the machine, or of the container where that is less; `usize::MAX` where
+/// it is not known.
 pub(crate) fn memory_bytes() -> usize {
     // SAFETY: sysconf reads a number and has no preconditions.
     let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
-    match (usize::try_from(pages), usize::try_from(page)) {
+    let machine = match (usize::try_from(pages), usize::try_from(page)) {
         (Ok(pages), Ok(page)) => pages.saturating_mul(page),
         _ => usize::MAX,
-    }
+    };
+    // Without a limit the file is absent or says `max`.
+    let container = std::fs::read_to_string("/sys/fs/cgroup/memory.max");
+    let container = container.ok().and_then(|limit| limit.trim().parse().ok());
+    container.map_or(machine, |limit: usize| limit.min(machine))
 }
 
 #[cfg(test)]

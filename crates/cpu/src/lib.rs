@@ -9,8 +9,16 @@
 //! Steps run inside [`submit`](lily_backend::Backend::submit), one row after the other, so a row cannot depend on its
 //! neighbours; only the sampling of masked rows waits for their masks. Activations are f32.
 
+#![warn(missing_docs)]
+#![deny(unsafe_code)]
+
+#[expect(unsafe_code, reason = "threads that share slices, raw memory and system calls; each with its SAFETY note")]
 mod device;
 mod forward;
+#[expect(
+    unsafe_code,
+    reason = "vector instructions, and parts of slices written side by side; each with its SAFETY note"
+)]
 mod kernels;
 mod plan;
 mod state;

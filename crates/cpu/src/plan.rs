@@ -123,18 +123,20 @@ fn check_matrix(m: &QuantMatrix) -> Result<()> {
     })
 }
 
-/// A sum over the shape, the norms and the head of every matrix: enough to tell checkpoints apart without reading them.
+/// A sum over the shape, the names and widths of all matrices, the norms, and the first codes of every router: enough to
+/// tell checkpoints apart, while hardly a page of the file has to be read for it.
 fn fingerprint(checkpoint: &Checkpoint, kv: KvDtype) -> u64 {
-    const HEAD_BYTES: usize = 256;
+    const ROUTER_BYTES: usize = 256;
     let mut sum = CheckSum::new();
     sum.add(format!("{:?} {kv:?}", checkpoint.config.shape).as_bytes());
     for matrix in checkpoint.weights.matrices() {
         sum.add(format!("{} {}", matrix.name, matrix.bits.count()).as_bytes());
-        sum.add(&matrix.codes[..HEAD_BYTES.min(matrix.codes.len())]);
-        sum.add(&matrix.scales[..HEAD_BYTES.min(matrix.scales.len())]);
     }
-    let norms = checkpoint.weights.layers.iter().flat_map(|layer| [&layer.mixer_norm, &layer.moe_norm]);
-    norms.flatten().for_each(|x| sum.add(&x.to_le_bytes()));
+    for layer in &checkpoint.weights.layers {
+        let codes = &layer.moe.router.codes;
+        sum.add(&codes[..ROUTER_BYTES.min(codes.len())]);
+        layer.mixer_norm.iter().chain(&layer.moe_norm).for_each(|x| sum.add(&x.to_le_bytes()));
+    }
     sum.value()
 }
 

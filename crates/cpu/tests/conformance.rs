@@ -9,9 +9,9 @@ use lily_model::Checkpoint;
 use lily_reference::golden::tiny_checkpoint;
 
 fn load(kv: KvDtype) -> Box<dyn Backend> {
-    let checkpoint = Arc::new(Checkpoint::open(tiny_checkpoint()).unwrap());
+    let checkpoint = Arc::new(Checkpoint::open(tiny_checkpoint()).expect("the tiny checkpoint"));
     let options = LoadOptions { kv, threads: Some(2), max_context: Some(1024), max_chunk: 128 };
-    Box::new(CpuBackend::load(checkpoint, &options).unwrap())
+    Box::new(CpuBackend::load(checkpoint, &options).expect("loaded"))
 }
 
 lily_backend::conformance_suite! {
@@ -27,7 +27,7 @@ lily_backend::conformance_suite! {
 fn results_do_not_depend_on_the_number_of_threads() {
     use lily_backend::{Input, Row, RowOutput, Step, Want};
     let run = |threads| {
-        let checkpoint = Arc::new(Checkpoint::open(tiny_checkpoint()).unwrap());
+        let checkpoint = Arc::new(Checkpoint::open(tiny_checkpoint()).expect("the tiny checkpoint"));
         let options = LoadOptions { threads: Some(threads), max_context: Some(512), ..LoadOptions::default() };
         let mut backend = CpuBackend::load(checkpoint, &options).unwrap();
         let state = backend.new_state(400).unwrap();

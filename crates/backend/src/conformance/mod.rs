@@ -3,6 +3,7 @@
 
 pub mod cases;
 pub mod laws;
+mod sampling_laws;
 
 pub use laws::Subject;
 

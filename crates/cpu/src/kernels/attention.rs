@@ -11,7 +11,7 @@ use lily_backend::Result;
 use lily_model::Shape;
 
 use super::gemm::{TILE_ROWS, TILE_TOKENS, tile};
-use super::{LANES, Lanes, add_scaled, exp, kernel};
+use super::{LANES, Lanes, add_scaled, exp, kernel, total};
 use crate::device::{Buffer, Isa, Parts, Pool, with_scratch};
 
 const D: usize = Shape::HEAD_DIM;
@@ -126,10 +126,11 @@ fn score_block<const FUSED: bool>(pass: &Pass<'_>, keys: &[[Lanes; VECTORS]], sc
     for first in (0..keys.len()).step_by(TILE_ROWS) {
         let count = TILE_ROWS.min(keys.len() - first);
         // Beyond the end the last key is scored again and not stored.
-        let keys: [&[Lanes]; TILE_ROWS] = std::array::from_fn(|i| &keys[first + i.min(count - 1)][..]);
+        let key = |i: usize| &keys[first + i.min(count - 1)][..];
+        let keys = [key(0), key(1), key(2), key(3)];
         let mut row = 0;
         while row + TILE_TOKENS <= rows {
-            let block = tile::<FUSED, TILE_TOKENS>(std::array::from_fn(|i| query(row + i)), keys);
+            let block = tile::<FUSED, TILE_TOKENS>([query(row), query(row + 1), query(row + 2)], keys);
             for (i, block) in block.iter().enumerate() {
                 scores[(row + i) * KEYS + first..][..count].copy_from_slice(&block[..count]);
             }
@@ -149,15 +150,31 @@ fn soften<const FUSED: bool>(scores: &mut [f32], values: &mut [f32], sum: &mut f
     if scores.is_empty() {
         return;
     }
-    let highest = scores.iter().fold(*max, |max, s| if *s > max { *s } else { max });
+    let mut highest = *max;
+    for score in &*scores {
+        highest = if *score > highest { *score } else { highest };
+    }
     if highest > *max {
         let shrink = exp::<FUSED>(*max - highest);
-        values.iter_mut().for_each(|v| *v *= shrink);
+        for value in values {
+            *value *= shrink;
+        }
         *sum *= shrink;
         *max = highest;
     }
-    scores.iter_mut().for_each(|s| *s = exp::<FUSED>(*s - highest));
-    *sum += scores.iter().sum::<f32>();
+    let (vectors, rest) = scores.as_chunks_mut::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for scores in vectors {
+        for i in 0..LANES {
+            scores[i] = exp::<FUSED>(scores[i] - highest);
+            lanes[i] += scores[i];
+        }
+    }
+    for score in rest {
+        *score = exp::<FUSED>(*score - highest);
+        *sum += *score;
+    }
+    *sum += total(lanes);
 }
 
 /// `sums[row] += sum_p weights[row, p] values[p]`.
@@ -182,7 +199,10 @@ fn add_values_to<const FUSED: bool, const ROWS: usize, const WIDTH: usize>(
     sums: &mut [[Lanes; VECTORS]; ROWS],
 ) {
     for column in (0..VECTORS).step_by(WIDTH) {
-        let mut held: [[Lanes; WIDTH]; ROWS] = std::array::from_fn(|r| std::array::from_fn(|i| sums[r][column + i]));
+        let mut held = [[[0.0; LANES]; WIDTH]; ROWS];
+        for (held, sums) in held.iter_mut().zip(&*sums) {
+            held.copy_from_slice(&sums[column..column + WIDTH]);
+        }
         for (p, value) in values.iter().enumerate() {
             for (held, weights) in held.iter_mut().zip(weights) {
                 for (i, held) in held.iter_mut().enumerate() {

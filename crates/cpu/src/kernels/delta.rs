@@ -12,7 +12,7 @@ use lily_model::Shape;
 
 use super::linear::{ActivationParts, Activations};
 use super::norm::{gated_norm, to_length};
-use super::{LANES, Lanes, add_product, add_scaled, kernel, mul_add, sigmoid, silu, total};
+use super::{LANES, Lanes, add_product, add_scaled, kernel, mul_add, sigmoid, silu, sum, total};
 use crate::device::{Isa, Parts, Pool, with_scratch};
 
 const D: usize = Shape::DELTA_HEAD_DIM;
@@ -21,6 +21,19 @@ const HISTORY: usize = Shape::CONV_HISTORY;
 const VECTORS: usize = D / LANES;
 /// Rows of a state that meet all tokens before the next rows do: 16 KB, half of the first-level cache.
 const STATE_ROWS: usize = 32;
+
+/// The channels of one head.
+type Channels = [f32; D];
+
+/// The head that starts at `at`.
+fn channels_at(all: &[f32], at: usize) -> &Channels {
+    &all[at..].as_chunks().0[0]
+}
+
+/// The head that a slice of its length holds.
+fn channels_mut(head: &mut [f32]) -> &mut Channels {
+    &mut head.as_chunks_mut().0[0]
+}
 
 /// The convolution of one layer.
 pub(crate) struct Convolution<'a> {
@@ -38,23 +51,24 @@ pub(crate) fn convolve(pool: &Pool, isa: Isa, c: &Convolution<'_>, history: &mut
     let channels = history.len() / HISTORY;
     let (history, out) = (Parts::new(history), Parts::new(out));
     pool.run(channels / D, |head| {
+        let place = |row: usize| row * channels + head * D;
         // SAFETY: the channels of a head belong to one unit.
-        let mut past: [&mut [f32]; HISTORY] =
-            std::array::from_fn(|i| unsafe { history.part(i * channels + head * D, D) });
+        let mut past: [&mut Channels; HISTORY] =
+            std::array::from_fn(|i| channels_mut(unsafe { history.part(place(i), D) }));
         let length = match head / c.key_heads {
             0 => Some((D as f32).sqrt().recip()),
             1 => Some(1.0),
             _ => None,
         };
-        let input = |token: usize| &c.inputs[token * channels + head * D..][..D];
-        let taps: [&[f32]; TAPS] = std::array::from_fn(|i| &c.taps[i * channels + head * D..][..D]);
+        let input = |token: usize| channels_at(c.inputs, place(token));
+        let taps: [&Channels; TAPS] = std::array::from_fn(|i| channels_at(c.taps, place(i)));
         for token in 0..c.tokens {
-            let window: [&[f32]; TAPS] = std::array::from_fn(|i| match (token + i).checked_sub(HISTORY) {
+            let window: [&Channels; TAPS] = std::array::from_fn(|i| match (token + i).checked_sub(HISTORY) {
                 Some(token) => input(token),
                 None => &*past[token + i],
             });
             // SAFETY: as above.
-            let out = unsafe { out.part(token * channels + head * D, D) };
+            let out = channels_mut(unsafe { out.part(place(token), D) });
             convolve_head(isa, window, taps, length, out);
         }
         for i in 0..HISTORY {
@@ -71,17 +85,16 @@ pub(crate) fn convolve(pool: &Pool, isa: Isa, c: &Convolution<'_>, history: &mut
 
 kernel! {
     /// One head and token.
-    fn convolve_head(window: [&[f32]; TAPS], taps: [&[f32]; TAPS], length: Option<f32>, out: &mut [f32]) = convolve_body;
+    fn convolve_head(window: [&Channels; TAPS], taps: [&Channels; TAPS], length: Option<f32>, out: &mut Channels) = convolve_body;
 }
 
 #[inline(always)]
 fn convolve_body<const FUSED: bool>(
-    window: [&[f32]; TAPS],
-    taps: [&[f32]; TAPS],
+    window: [&Channels; TAPS],
+    taps: [&Channels; TAPS],
     length: Option<f32>,
-    out: &mut [f32],
+    out: &mut Channels,
 ) {
-    let (window, taps, out) = (window.map(|w| &w[..D]), taps.map(|t| &t[..D]), &mut out[..D]);
     for i in 0..D {
         let mut sum = window[0][i] * taps[0][i];
         for j in 1..TAPS {
@@ -156,7 +169,8 @@ impl Head<'_> {
         let key_head = self.head / (value_heads / key_heads);
         let heads = qkv.as_chunks::<LANES>().0.as_chunks::<VECTORS>().0;
         let first = token * (2 * key_heads + value_heads);
-        [key_head, key_heads + key_head, 2 * key_heads + self.head].map(|head| &heads[first + head])
+        let head = |head: usize| &heads[first + head];
+        [head(key_head), head(key_heads + key_head), head(2 * key_heads + self.head)]
     }
 }
 
@@ -193,16 +207,18 @@ fn delta_row<const FUSED: bool>(
 ) -> f32 {
     let mut sums = [[0.0; LANES]; 2];
     for (i, (s, k)) in row.iter_mut().zip(key).enumerate() {
-        s.iter_mut().for_each(|s| *s *= decay);
+        for s in s.iter_mut() {
+            *s *= decay;
+        }
         add_product::<FUSED>(&mut sums[i % 2], s, k);
     }
-    let error = beta * (value - total(std::array::from_fn(|i| sums[0][i] + sums[1][i])));
+    let error = beta * (value - total(sum(sums[0], sums[1])));
     let mut sums = [[0.0; LANES]; 2];
     for (i, ((s, k), q)) in row.iter_mut().zip(key).zip(query).enumerate() {
         add_scaled::<FUSED>(s, k, error);
         add_product::<FUSED>(&mut sums[i % 2], s, q);
     }
-    total(std::array::from_fn(|i| sums[0][i] + sums[1][i]))
+    total(sum(sums[0], sums[1]))
 }
 
 /// Norm and gate of a head's outputs, into the activations.

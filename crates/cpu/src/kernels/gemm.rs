@@ -48,7 +48,8 @@ fn gemm_body<const FUSED: bool>(
                 dequantize::<FUSED>(w, row + i, group, weights.as_flattened_mut(), groups);
             }
             // A missing row is computed from what stands in its place and not stored.
-            let weights = weights.each_ref().map(|w| &w[..vectors]);
+            let [w0, w1, w2, w3] = &weights;
+            let weights = [&w0[..vectors], &w1[..vectors], &w2[..vectors], &w3[..vectors]];
             let inputs = |token: usize| {
                 let from = group * Shape::GROUP / LANES;
                 &x.row(token).values.as_chunks::<LANES>().0[from..from + vectors]
@@ -62,8 +63,11 @@ fn gemm_body<const FUSED: bool>(
             };
             let mut token = 0;
             while token + TILE_TOKENS <= x.len() {
-                let sums = tile::<FUSED, TILE_TOKENS>(std::array::from_fn(|i| inputs(token + i)), weights);
-                (0..TILE_TOKENS).for_each(|i| store(token + i, &sums[i]));
+                let x = [inputs(token), inputs(token + 1), inputs(token + 2)];
+                let sums = tile::<FUSED, TILE_TOKENS>(x, weights);
+                for (i, sums) in sums.iter().enumerate() {
+                    store(token + i, sums);
+                }
                 token += TILE_TOKENS;
             }
             while token < x.len() {
@@ -78,20 +82,34 @@ fn gemm_body<const FUSED: bool>(
 /// Dot products of each of `x` with each of `w`, all of one length. The sum of a product does not depend on `TOKENS`.
 #[inline(always)]
 pub(crate) fn tile<const FUSED: bool, const TOKENS: usize>(
-    x: [&[Lanes]; TOKENS],
-    w: [&[Lanes]; TILE_ROWS],
+    mut x: [&[Lanes]; TOKENS],
+    mut w: [&[Lanes]; TILE_ROWS],
 ) -> [[f32; TILE_ROWS]; TOKENS] {
+    // With equal lengths in plain sight no access in the loop is checked.
     let n = w[0].len();
-    let (x, w) = (x.map(|x| &x[..n]), w.map(|w| &w[..n]));
+    for x in &mut x {
+        *x = &x[..n];
+    }
+    for w in &mut w {
+        *w = &w[..n];
+    }
     let mut sums = [[[0.0; LANES]; TILE_ROWS]; TOKENS];
     for k in 0..n {
-        for (sums, x) in sums.iter_mut().zip(&x) {
-            for (sum, w) in sums.iter_mut().zip(&w) {
-                add_product::<FUSED>(sum, &x[k], &w[k]);
+        // In this order a weight is loaded when it is needed; the other way round all four stay in registers and two sums
+        // have to leave.
+        for r in 0..TILE_ROWS {
+            for t in 0..TOKENS {
+                add_product::<FUSED>(&mut sums[t][r], &x[t][k], &w[r][k]);
             }
         }
     }
-    sums.map(|row| row.map(total))
+    let mut totals = [[0.0; TILE_ROWS]; TOKENS];
+    for t in 0..TOKENS {
+        for r in 0..TILE_ROWS {
+            totals[t][r] = total(sums[t][r]);
+        }
+    }
+    totals
 }
 
 /// Writes `groups` groups of a row from `group` on, in the order of [`Inputs`](super::Inputs).

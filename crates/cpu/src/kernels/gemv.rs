@@ -7,10 +7,10 @@
 //! `y = sum_g ( scale_g * sum_i x_i code_i + bias_g * sum_i x_i )`: nothing is dequantized.
 //! Reference: `lily_reference::ops::linear`.
 
-use lily_model::quant::bf16_at;
 use lily_model::{Bits, QuantMatrix, Shape};
 
-use super::{Inputs, LANES, Lanes, add_product, add_scaled, kernel, mul_add, total};
+use super::{Inputs, LANES, Lanes, TARGET_HAS_FMA, add_scaled, mul_add, sum, total};
+use crate::device::Isa;
 
 /// Bytes of 4-bit codes in a group.
 pub(crate) const GROUP4: usize = Shape::GROUP / 2;
@@ -56,73 +56,95 @@ impl<'a> Packed<'a> {
     }
 }
 
-kernel! {
-    /// `out[row - first]` for rows `first .. first + out.len()` of `w` and one token.
-    pub(crate) fn gemv(w: Packed<'_>, x: Inputs<'_>, first: usize, out: &mut [f32]) = gemv_body;
+/// `out[row - first]` for rows `first .. first + out.len()` of `w` and one token.
+pub(crate) fn gemv(isa: Isa, w: Packed<'_>, x: Inputs<'_>, first: usize, out: &mut [f32]) {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a value of `Isa::Avx2` exists only where the CPU was found to have AVX2 and FMA.
+        Isa::Avx2 => unsafe { avx2::gemv(w, x, first, out) },
+        Isa::Portable => rows::<TARGET_HAS_FMA>(w, x, first, out, |codes, scales, x| match w.bits {
+            Bits::Four => scaled_sum(codes, scales, x, dot4::<TARGET_HAS_FMA>),
+            Bits::Eight => scaled_sum(codes, scales, x, dot8::<TARGET_HAS_FMA>),
+        }),
+    }
 }
 
+/// All rows; `scaled_sum` is `sum_g scale_g * sum_i x_i code_i` of a row's codes and scales.
 #[inline(always)]
-fn gemv_body<const FUSED: bool>(w: Packed<'_>, x: Inputs<'_>, first: usize, out: &mut [f32]) {
+fn rows<const FUSED: bool>(
+    w: Packed<'_>,
+    x: Inputs<'_>,
+    first: usize,
+    out: &mut [f32],
+    scaled_sum: impl Fn(&[u8], &[u8], Inputs<'_>) -> f32,
+) {
     for (row, out) in (first..).zip(out) {
         let (codes, scales, biases) = w.row(row);
-        *out = match w.bits {
-            Bits::Four => row4::<FUSED>(codes, scales, biases, x),
-            Bits::Eight => row8::<FUSED>(codes, scales, biases, x),
-        };
+        *out = scaled_sum(codes, scales, x) + bias_sum::<FUSED>(biases, x.sums);
     }
 }
 
+/// The groups of a row: codes, inputs, scale.
 #[inline(always)]
-fn row4<const FUSED: bool>(codes: &[u8], scales: &[u8], biases: &[u8], x: Inputs<'_>) -> f32 {
-    let mut sum = [0.0; LANES];
-    let codes = codes.as_chunks::<GROUP4>().0;
-    let values = x.values.as_chunks::<{ Shape::GROUP }>().0;
-    for (g, (codes, x)) in codes.iter().zip(values).enumerate() {
-        if g % 2 == 0 {
-            prefetch(codes.as_ptr().wrapping_add(PREFETCH_BYTES));
-        }
-        add_scaled::<FUSED>(&mut sum, &group4::<FUSED>(codes, x), bf16_at(scales, g));
-    }
-    total(sum) + bias_sum::<FUSED>(biases, x.sums)
+fn groups<'a, const GROUP_BYTES: usize>(
+    codes: &'a [u8],
+    scales: &'a [u8],
+    x: Inputs<'a>,
+) -> impl Iterator<Item = (&'a [u8; GROUP_BYTES], &'a [f32; Shape::GROUP], f32)> {
+    let codes = codes.as_chunks::<GROUP_BYTES>().0.iter();
+    let scaled = x.values.as_chunks::<{ Shape::GROUP }>().0.iter().zip(scales.as_chunks::<2>().0);
+    codes.zip(scaled).map(|(codes, (x, scale))| {
+        prefetch(codes.as_ptr().wrapping_add(PREFETCH_BYTES));
+        (codes, x, widen(*scale))
+    })
 }
 
-/// `sum_i x_i code_i` of one group in lanes.
+/// The scaled sum with the dot product of a group that every CPU of the target has.
 #[inline(always)]
-fn group4<const FUSED: bool>(codes: &[u8; GROUP4], x: &[f32; Shape::GROUP]) -> Lanes {
-    let (even, odd) = x.split_at(GROUP4);
+fn scaled_sum<const GROUP_BYTES: usize>(
+    codes: &[u8],
+    scales: &[u8],
+    x: Inputs<'_>,
+    dot: impl Fn(&[u8; GROUP_BYTES], &[f32; Shape::GROUP]) -> Lanes,
+) -> f32 {
+    let mut lanes = [0.0; LANES];
+    for (codes, x, scale) in groups(codes, scales, x) {
+        add_scaled::<TARGET_HAS_FMA>(&mut lanes, &dot(codes, x), scale);
+    }
+    total(lanes)
+}
+
+/// `sum_i x_i code_i` of one group of 4-bit codes in lanes.
+#[inline(always)]
+fn dot4<const FUSED: bool>(codes: &[u8; GROUP4], x: &[f32; Shape::GROUP]) -> Lanes {
     let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
+    let (even, odd) = x.split_at(GROUP4);
     let (even, odd) = (even.as_chunks::<LANES>().0, odd.as_chunks::<LANES>().0);
     for ((codes, even), odd) in codes.as_chunks::<LANES>().0.iter().zip(even).zip(odd) {
-        let codes: [i32; LANES] = codes.map(i32::from);
-        add_product::<FUSED>(&mut a, &codes.map(|c| (c & 15) as f32), even);
-        add_product::<FUSED>(&mut b, &codes.map(|c| (c >> 4) as f32), odd);
+        for i in 0..LANES {
+            let code = i32::from(codes[i]);
+            a[i] = mul_add::<FUSED>((code & 15) as f32, even[i], a[i]);
+            b[i] = mul_add::<FUSED>((code >> 4) as f32, odd[i], b[i]);
+        }
     }
-    std::array::from_fn(|i| a[i] + b[i])
+    sum(a, b)
 }
 
+/// The same for 8-bit codes.
 #[inline(always)]
-fn row8<const FUSED: bool>(codes: &[u8], scales: &[u8], biases: &[u8], x: Inputs<'_>) -> f32 {
-    let mut sum = [0.0; LANES];
-    let codes = codes.as_chunks::<GROUP8>().0;
-    let values = x.values.as_chunks::<{ Shape::GROUP }>().0;
-    for (g, (codes, x)) in codes.iter().zip(values).enumerate() {
-        add_scaled::<FUSED>(&mut sum, &group8::<FUSED>(codes, x), bf16_at(scales, g));
-    }
-    total(sum) + bias_sum::<FUSED>(biases, x.sums)
-}
-
-#[inline(always)]
-fn group8<const FUSED: bool>(codes: &[u8; GROUP8], x: &[f32; Shape::GROUP]) -> Lanes {
-    let (even, odd) = x.split_at(GROUP4);
+fn dot8<const FUSED: bool>(codes: &[u8; GROUP8], x: &[f32; Shape::GROUP]) -> Lanes {
     let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
+    let (even, odd) = x.split_at(GROUP4);
     let (even, odd) = (even.as_chunks::<LANES>().0, odd.as_chunks::<LANES>().0);
     let pairs = codes.as_chunks::<2>().0.as_chunks::<LANES>().0;
     for ((pairs, even), odd) in pairs.iter().zip(even).zip(odd) {
-        let pairs: [i32; LANES] = pairs.map(|pair| i32::from(u16::from_le_bytes(pair)));
-        add_product::<FUSED>(&mut a, &pairs.map(|c| (c & 255) as f32), even);
-        add_product::<FUSED>(&mut b, &pairs.map(|c| (c >> 8) as f32), odd);
+        for i in 0..LANES {
+            let pair = i32::from(u16::from_le_bytes(pairs[i]));
+            a[i] = mul_add::<FUSED>((pair & 255) as f32, even[i], a[i]);
+            b[i] = mul_add::<FUSED>((pair >> 8) as f32, odd[i], b[i]);
+        }
     }
-    std::array::from_fn(|i| a[i] + b[i])
+    sum(a, b)
 }
 
 /// `sum_g bias_g * sum_g`.
@@ -131,12 +153,99 @@ fn bias_sum<const FUSED: bool>(biases: &[u8], sums: &[f32]) -> f32 {
     let (biases, rest) = biases.as_chunks::<2>().0.as_chunks::<LANES>();
     let (sums, sums_rest) = sums.as_chunks::<LANES>();
     let mut lanes = [0.0; LANES];
-    let widen = |b: &[u8; 2]| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
     for (biases, sums) in biases.iter().zip(sums) {
-        add_product::<FUSED>(&mut lanes, &biases.each_ref().map(widen), sums);
+        for i in 0..LANES {
+            lanes[i] = mul_add::<FUSED>(widen(biases[i]), sums[i], lanes[i]);
+        }
     }
-    let tail = rest.iter().zip(sums_rest).fold(0.0, |tail, (b, s)| mul_add::<FUSED>(widen(b), *s, tail));
+    let mut tail = 0.0;
+    for (bias, sum) in rest.iter().zip(sums_rest) {
+        tail = mul_add::<FUSED>(widen(*bias), *sum, tail);
+    }
     total(lanes) + tail
+}
+
+/// A BF16 value.
+#[inline(always)]
+fn widen(bytes: [u8; 2]) -> f32 {
+    f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
+}
+
+/// The dot products of a group with AVX2 and FMA, eight codes at a time: left to the compiler they come out two at a time.
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use std::arch::x86_64::*;
+
+    use super::{Bits, GROUP4, GROUP8, Inputs, LANES, Lanes, Packed, Shape, groups, total};
+
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn gemv(w: Packed<'_>, x: Inputs<'_>, first: usize, out: &mut [f32]) {
+        super::rows::<true>(w, x, first, out, |codes, scales, x| {
+            let mut sum = _mm256_setzero_ps();
+            match w.bits {
+                Bits::Four => groups(codes, scales, x).for_each(|(codes, x, scale)| {
+                    sum = _mm256_fmadd_ps(dot4(codes, x), _mm256_set1_ps(scale), sum);
+                }),
+                Bits::Eight => groups(codes, scales, x).for_each(|(codes, x, scale)| {
+                    sum = _mm256_fmadd_ps(dot8(codes, x), _mm256_set1_ps(scale), sum);
+                }),
+            }
+            total(lanes(sum))
+        });
+    }
+
+    /// `sum_i x_i code_i` of one group of 4-bit codes.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    fn dot4(codes: &[u8; GROUP4], x: &[f32; Shape::GROUP]) -> __m256 {
+        let low = _mm256_set1_epi32(15);
+        let (mut even, mut odd) = (_mm256_setzero_ps(), _mm256_setzero_ps());
+        for i in (0..GROUP4).step_by(LANES) {
+            // SAFETY: eight bytes of 32 from `i`, and eight floats of 64 from `i` and from 32 + `i`.
+            let (bytes, x_even, x_odd) = unsafe {
+                (
+                    _mm_loadl_epi64(codes.as_ptr().add(i).cast()),
+                    _mm256_loadu_ps(x.as_ptr().add(i)),
+                    _mm256_loadu_ps(x.as_ptr().add(GROUP4 + i)),
+                )
+            };
+            let pairs = _mm256_cvtepu8_epi32(bytes);
+            even = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_and_si256(pairs, low)), x_even, even);
+            odd = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(pairs)), x_odd, odd);
+        }
+        _mm256_add_ps(even, odd)
+    }
+
+    /// The same for 8-bit codes.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    fn dot8(codes: &[u8; GROUP8], x: &[f32; Shape::GROUP]) -> __m256 {
+        let low = _mm256_set1_epi32(255);
+        let (mut even, mut odd) = (_mm256_setzero_ps(), _mm256_setzero_ps());
+        for i in (0..Shape::GROUP / 2).step_by(LANES) {
+            // SAFETY: sixteen bytes of 64 from `2 i`, and eight floats of 64 from `i` and from 32 + `i`.
+            let (words, x_even, x_odd) = unsafe {
+                (
+                    _mm_loadu_si128(codes.as_ptr().add(2 * i).cast()),
+                    _mm256_loadu_ps(x.as_ptr().add(i)),
+                    _mm256_loadu_ps(x.as_ptr().add(Shape::GROUP / 2 + i)),
+                )
+            };
+            let pairs = _mm256_cvtepu16_epi32(words);
+            even = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_and_si256(pairs, low)), x_even, even);
+            odd = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32::<8>(pairs)), x_odd, odd);
+        }
+        _mm256_add_ps(even, odd)
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    fn lanes(x: __m256) -> Lanes {
+        let mut lanes = [0.0; LANES];
+        // SAFETY: eight floats are written to eight floats.
+        unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), x) };
+        lanes
+    }
 }
 
 /// Asks for the cache line at `address`, which need not be mapped.

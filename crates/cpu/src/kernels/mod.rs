@@ -1,7 +1,8 @@
 //! The kernels: each file opens with what goes in and out, and names its reference function.
 //!
 //! A kernel is one generic function over plain slices, compiled once per instruction set by [`kernel!`]; lanes are
-//! fixed arrays that the compiler keeps in vector registers. Every output element is summed by one worker in an order
+//! fixed arrays that the compiler keeps in vector registers. What a kernel calls must be `inline(always)`, or it is compiled
+//! for the target of the build alone; that is why inner loops are `for` loops and not `array::map`. Every output element is summed by one worker in an order
 //! that depends on nothing but the sizes of the model, so neither the number of threads nor the neighbours of a row
 //! change its bits.
 
@@ -71,6 +72,15 @@ pub(crate) fn add_scaled<const FUSED: bool>(sum: &mut Lanes, a: &Lanes, b: f32) 
     }
 }
 
+/// `a + b` lane by lane.
+#[inline(always)]
+pub(crate) fn sum(mut a: Lanes, b: Lanes) -> Lanes {
+    for lane in 0..LANES {
+        a[lane] += b[lane];
+    }
+    a
+}
+
 /// Sum of the lanes, by halves.
 #[inline(always)]
 pub(crate) fn total(lanes: Lanes) -> f32 {
@@ -94,7 +104,7 @@ pub(crate) fn dot<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
         add_product::<FUSED>(&mut sums[0], a, b);
     }
     let [s0, s1, s2, s3] = sums;
-    total(std::array::from_fn(|i| (s0[i] + s1[i]) + (s2[i] + s3[i])))
+    total(sum(sum(s0, s1), sum(s2, s3)))
 }
 
 /// `exp(x)` within 2 units in the last place between -87 and 88, constant outside, NaN for NaN; without branches, so
