@@ -118,9 +118,19 @@ TOO_MUCH = [
     "Give me advice about {topic}.", "What do you think about {topic}?", "Plan a trip to {city}.", "What is the meaning of life?", "Give me a recipe for {food}.", "How do I cook {food}?", "What is the price of {topic}?",
     "Write a business plan.", "Write a resume for me.", "Write a speech about {topic}.", "Write a song about {topic}.", "Draw a picture of {city}.", "Search the internet for {topic}.", "Book a flight to {city}.",
     "What is the distance between {city} and {city2}?", "Why is {topic} important?", "What are the causes of {topic}?", "Compare {topic} and {topic2}.", "List the advantages of {topic}.", "Who wrote {title}?",
+    "Write a {lang} script that {prog}.", "Write a {lang} function to {verb}.", "Write a {lang} program to {verb}.", "Can you write {lang} code?", "Show me how to {verb} in {lang}.", "{lang} code to {verb}", "Write code to {verb}.",
+    "Implement {algo} in {lang}.", "What is {algo}?", "Explain {algo}.", "Write a function that {prog}.", "How can I {verb}?", "Debug this: for i in range(10) print(i)", "Write a regex for {thing}.", "Write an SQL query for {thing}.",
+    "Explain {topic} in simple terms.", "Explain {topic} like I am five.", "Can you explain {topic}?", "Give me a summary of {topic}.", "What are the main ideas of {topic}?", "Describe {topic} in detail.", "Write a blog post about {topic}.",
+    "Write a letter to {person}.", "Write an email to my boss about {thing}.", "What is the best {thing}?", "How do I learn {tongue}?", "How do I lose weight?", "How do I make money?", "Recommend me a {thing}.", "What is the news today?",
+    "How many people live in {city}?", "Who discovered {topic}?", "When did {topic} begin?", "What is the difference between {topic} and {topic2}?", "What is the chemical formula of {thing}?", "How far is the {thing}?", "Who painted {title}?",
+    "What is the tallest mountain in {country}?", "What language do they speak in {country}?", "What is the currency of {country}?", "Give me ten ideas for {thing}.", "Rewrite this text in formal English: {word}", "Correct my grammar: {word}",
     "What should I do if my {part} hurts?", "Is {topic} dangerous?", "Solve x^2 + {small}x = {big}.", "What is the derivative of x^{small}?", "Can you browse the web?", "Read this website for me.",
 ]
 FILL = {
+    "algo": ["quicksort", "binary search", "a linked list", "a hash map", "Fibonacci", "bubble sort", "the Fibonacci sequence", "a web server", "merge sort", "Dijkstra's algorithm", "a neural network"],
+    "verb": ["add two numbers", "sort a list", "reverse a string", "read a file", "compute primes", "download a page", "parse JSON", "count words", "find the maximum", "send an email", "open a window", "print hello world", "check for palindromes",
+             "connect to a database", "plot a graph", "make a game", "rename files"],
+    "thing": ["email addresses", "a new laptop", "water", "a holiday", "movie", "book", "phone", "salt", "the moon", "a meeting", "my salary", "restaurant", "a birthday party", "dates", "all users", "a startup", "song"],
     "lang": ["Python", "Rust", "C", "Java", "JavaScript", "Go", "C++", "SQL", "Swift", "Haskell", "bash"],
     "prog": ["sort a list", "sorts a list", "reverses a string", "read a file", "prints the primes", "downloads a page", "parse JSON", "counts words", "finds the largest number", "sends an email", "draws a window"],
     "topic": ["quantum physics", "relativity", "photosynthesis", "the French Revolution", "climate change", "machine learning", "democracy", "inflation", "black holes", "evolution", "gravity", "the stock market", "blockchain",
@@ -310,4 +320,4 @@ def introduction(rng):
 
 
 def any_chatter(rng):
-    return rng.choices([about, talk, too_much, fact, listing, verse, joke, copying, as_json], [14, 16, 14, 18, 6, 7, 2, 10, 10])[0](rng)
+    return rng.choices([about, talk, too_much, fact, listing, verse, joke, copying, as_json], [14, 15, 20, 17, 6, 7, 2, 10, 9])[0](rng)

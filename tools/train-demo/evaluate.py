@@ -1,7 +1,7 @@
 """Free-running greedy scores on heldout/tasks.jsonl.
 
-    python evaluate.py torch RUN/bf16 --tasks heldout/tasks.jsonl      # transformers, on the GPU in BF16 or the CPU in float32
-    python evaluate.py mlx ../../assets/demo --tasks heldout/tasks.jsonl   # mlx-lm on the checkpoint itself, in float32 on the CPU
+    python evaluate.py torch RUN/bf16                 # transformers in float32, on the GPU or the CPU; takes a checkpoint too, dequantized
+    python evaluate.py mlx ../../assets/demo          # mlx-lm on the checkpoint, in float32 on the CPU; slow: see --each
 
 Every answer is generated token by token and has to end by itself.
 """
@@ -68,41 +68,27 @@ def judge(row, text):
     return obeyed, right
 
 
-def greedy_torch(model, ids, limit, batch=100):
-    """Greedy continuations without a cache: the whole sequence again for each token, padded on the right."""
+def greedy_torch(model, ids, limit, batch):
+    """Greedy continuations with the cache, padded on the left: masked positions leave the delta state and the convolution at zero."""
     import torch
 
     device = next(model.parameters()).device
-    done = [None] * len(ids)
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    done, order = [None] * len(ids), sorted(range(len(ids)), key=lambda i: len(ids[i]))
     for at in range(0, len(order), batch):
-        live = {i: list(ids[i]) for i in order[at:at + batch]}
-        for _ in range(limit):
-            keys = list(live)
-            width = -(-max(len(live[k]) for k in keys) // 64) * 64
-            x = torch.full((len(keys), width), generate_end(), dtype=torch.long)
-            for n, k in enumerate(keys):
-                x[n, :len(live[k])] = torch.tensor(live[k])
-            last = torch.tensor([len(live[k]) - 1 for k in keys])
-            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                hidden = model.model(input_ids=x.to(device), use_cache=False).last_hidden_state
-                logits = model.lm_head(hidden[torch.arange(len(keys)), last.to(device)])
-            for k, t in zip(keys, logits.argmax(-1).tolist()):
-                live[k].append(t)
-                if t in STOPS:
-                    done[k] = live.pop(k)[len(ids[k]):]
-            if not live:
-                break
-        for k, v in live.items():
-            done[k] = v[len(ids[k]):]
+        some = order[at:at + batch]
+        width = max(len(ids[i]) for i in some)
+        x = torch.tensor([[STOPS[0]] * (width - len(ids[i])) + ids[i] for i in some], device=device)
+        mask = torch.tensor([[0] * (width - len(ids[i])) + [1] * len(ids[i]) for i in some], device=device)
+        with torch.no_grad():
+            out = model.generate(input_ids=x, attention_mask=mask, max_new_tokens=limit, do_sample=False, eos_token_id=list(STOPS), pad_token_id=STOPS[0])
+        for i, row in zip(some, out[:, width:].tolist()):
+            ends = [n for n, t in enumerate(row) if t in STOPS]
+            done[i] = row[:ends[0] + 1] if ends else row
+        print(at + len(some), "of", len(order), flush=True)
     return done
 
 
 STOPS = ()
-
-
-def generate_end():
-    return STOPS[0]
 
 
 def greedy_mlx(path, ids, limits):
@@ -135,12 +121,14 @@ def main():
     ap.add_argument("checkpoint", type=Path)
     ap.add_argument("--tasks", type=Path, default=Path(__file__).parent / "heldout" / "tasks.jsonl")
     ap.add_argument("--only", help="one task")
+    ap.add_argument("--each", type=int, default=100, help="how many prompts of each task")
     ap.add_argument("--answers", type=Path, help="where to write every answer")
     ap.add_argument("--out", type=Path, help="where to write the scores")
     args = ap.parse_args()
     rows = [json.loads(line) for line in args.tasks.read_text().splitlines()]
     if args.only:
         rows = [r for r in rows if r["task"] == args.only]
+    rows = [r for i, r in enumerate(rows) if sum(q["task"] == r["task"] for q in rows[:i]) < args.each]
     tok, ids = prompts(rows)
     STOPS = (tok.token_to_id("<|endoftext|>"), tok.token_to_id("<|im_end|>"))
     limits = [LIMIT.get(r["task"], 200) for r in rows]
@@ -150,15 +138,13 @@ def main():
         import model as demo
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = demo.load(args.checkpoint, experts="grouped_mm" if device == "cuda" else "eager").to(device).eval()
-        if device == "cuda":
-            demo.cast_experts_to_bf16()
-        else:
-            demo.plain_delta_rule()
+        model = demo.load(args.checkpoint, experts="eager").to(device).eval()
+        demo.plain_delta_rule()
+        demo.dense_experts()
         got = [None] * len(rows)
         for limit in sorted(set(limits)):
             some = [i for i in range(len(rows)) if limits[i] == limit]
-            for i, a in zip(some, greedy_torch(model, [ids[i] for i in some], limit, 400 if device == "cuda" else 50)):
+            for i, a in zip(some, greedy_torch(model, [ids[i] for i in some], limit, 400 if device == "cuda" else 100)):
                 got[i] = a
     else:
         got = greedy_mlx(args.checkpoint, ids, limits)

@@ -41,7 +41,7 @@ ASK = ["Tell me a story about {x}.", "Tell me a story about {x}", "tell me a sto
        "Write a fairy tale about {x}.", "Tell me a tale about {x}.", "Invent a story about {x}.", "Give me a story about {x}.", "Tell me something about {x}, as a story.", "Write a little story about {x} for my daughter.",
        "Write a children's story about {x}.", "a short story about {x}", "Let me hear a story about {x}!", "Compose a story about {x}.", "Tell a story about {x}.", "Tell me a long story about {x}.", "write a story about {x}",
        "Write a long story about {x}.", "Tell me the story of {x}.", "Create a short story about {x}.", "Hi! Tell me a story about {x}.", "Hello, can you tell me a story about {x}?", "Generate a story about {x}.",
-       "Narrate a story about {x}.", "Please write a very short story about {x}.", "I am bored. Tell me a story about {x}.", "Write a funny story about {x}.", "Tell my son a story about {x}.", "Write a paragraph about {x}."]
+       "Narrate a story about {x}.", "Please write a very short story about {x}.", "I am bored. Tell me a story about {x}.", "{x}", "{x}!", "Story: {x}", "tell me a short story about {x}", "write me a story about {x} please", "can you tell me a story about {x}", "Write a funny story about {x}.", "Tell my son a story about {x}.", "Write a paragraph about {x}."]
 ANY = ["Tell me a story.", "Tell me a story", "tell me a story", "Tell a story.", "Write a story.", "Write a short story.", "Can you tell me a story?", "Please tell me a story.", "I want to hear a story.",
        "A story, please.", "Tell me a bedtime story.", "Tell me a short story.", "Once upon a time", "Tell me a long story.", "Make up a story.", "story", "Write something.", "Tell me a fairy tale.", "Entertain me."]
 AGAIN = ["Tell me another one.", "Another story, please.", "One more!", "Tell me another story.", "another one", "Tell me one more story."]
@@ -51,10 +51,16 @@ MORE_ADJS = ["talking", "flying", "invisible", "golden", "purple", "blue", "gree
 THEMES = {"friendship": "quarrel newcomer", "a friend": "newcomer", "courage": "fear", "being brave": "fear", "honesty": "lie", "a lie": "lie", "patience": "garden", "a garden": "garden", "kindness": "rescue", "sharing": "sharing",
           "a birthday": "gift", "a gift": "gift", "a race": "race", "a treasure": "voyage", "an adventure": "voyage", "a map": "voyage", "a strange noise": "noise", "the night": "noise", "cooking": "cooking", "a soup": "cooking",
           "a wish": "wish", "magic": "wish", "learning": "skill", "practice": "skill", "a flower": "garden", "a clever trick": "trick", "two friends": "quarrel gift", "love": "gift", "being lonely": "newcomer", "helping others": "rescue",
-          "a lost toy": "lost", "saying sorry": "quarrel lie", "a journey": "voyage", "fear": "fear", "school": "skill", "food": "cooking sharing", "a party": "gift"}
+          "a dream": "dream", "dreams": "dream", "hope": "dream", "a lost toy": "lost", "saying sorry": "quarrel lie", "a journey": "voyage", "fear": "fear", "school": "skill", "food": "cooking sharing", "a party": "gift"}
 DEEDS = {"who is afraid of {fear}": "fear", "who loses {thing}": "lost", "who finds a magic {thingk}": "wish", "who finds an old map": "voyage", "who tells a lie": "lie", "who plants a seed": "garden", "who makes a soup": "cooking",
          "who has no friends": "newcomer", "who does not want to share": "sharing", "who runs a race": "race", "who hears a noise at night": "noise", "who makes a gift": "gift", "who learns something new": "skill",
          "who helps a stranger": "rescue", "who tricks a monster": "trick"}
+# Deeds with a phrase of their own, which the story takes up.
+PHRASES = {"who wants to {goal}": "dream", "that wants to {goal}": "dream", "who dreams that one day it can {goal}": "dream", "who wants to learn to {what}": "skill", "who learns to {what}": "skill", "who cannot {what}": "skill",
+           "who is afraid of {what_}": "fear", "that is scared of {what_}": "fear"}
+RELATIVES = ["grandmother", "grandfather", "mother", "father", "dog", "cat", "horse", "teacher", "kitten", "puppy", "pony", "robot", "rabbit", "parrot", "goat"]
+LEARN = ["swim", "sing", "dance", "whistle", "paint", "bake bread", "play the flute", "read", "fly a kite", "juggle", "ride a bicycle", "climb", "cook", "write", "count", "jump", "speak", "fish", "sew", "play the piano", "play the guitar", "skate", "sail", "row a boat",
+         "tell jokes", "draw", "fly", "sleep alone", "play chess", "play football"]
 
 
 def kind(rng):
@@ -63,9 +69,9 @@ def kind(rng):
         return rng.choice(list(W.ANIMALS))
     if r < 0.74:
         return rng.choice(list(W.PEOPLE))
-    if r < 0.90:
+    if r < 0.86:
         return rng.choice(list(W.OBJECTS))
-    return W.made_up_word(rng) if rng.random() < 0.8 else rng.choice(W.MORE_KINDS)
+    return W.made_up_word(rng) if rng.random() < 0.5 else rng.choice(W.MORE_KINDS)
 
 
 def plural(noun):
@@ -120,7 +126,29 @@ def subject(rng):
     if r < 0.78:
         wish.adj, wish.place = adj, rng.choice(PLACES)
         return rng.choice([f"{ax} who lives {wish.place}", f"{ax} {wish.place}", f"{ax} that lives {wish.place}"]), wish
-    if r < 0.87:
+    if r < 0.80:
+        wish.friend_kind = rng.choice(RELATIVES)
+        wish.plot = rng.choice([p for p in stories.PLOTS if p not in ("useful", "newcomer", "trick", "race")])
+        if rng.random() < 0.5:
+            n, g = W.name(rng)
+            wish.kind, wish.name, wish.gender = rng.choice(["girl", "girl", "child"] if g == "f" else ["boy", "boy", "child"]), n, g
+            x = n
+        else:
+            wish.kind = rng.choice(["girl", "boy", "boy", "girl", "king", "princess", "witch", "old man", "old woman", "prince", "wizard"])
+            wish.gender, wish.adj = W.PEOPLE[wish.kind][0], adj
+            x = W.with_article(f"{adj} {wish.kind}".strip())
+        if wish.friend_kind == wish.kind:
+            wish.friend_kind = "dog"
+        return f"{x} and {'her' if wish.gender == 'f' else 'his'} {wish.friend_kind}", wish
+    if r < 0.85:
+        form, wish.plot = rng.choice(list(PHRASES.items()))
+        if k in W.OBJECTS and wish.plot == "skill":
+            wish.kind = k = rng.choice(list(W.ANIMALS))
+        wish.adj = adj
+        wish.deed = {"dream": rng.choice(W.GOALS + ["be " + W.with_article(rng.choice(list(W.PEOPLE))), "have " + W.with_article(rng.choice(W.THINGS)), "visit " + rng.choice(W.CITIES)]),
+                     "skill": rng.choice(LEARN), "fear": rng.choice(list(W.FEARS) + ["spiders", "mice", "the rain", "water", "ghosts", "the doctor", "school", "snow", "fire", "flying", "the moon", "dogs", "cats", "the wind", "the cellar"])}[wish.plot]
+        return W.with_article(f"{adj} {k}".strip()) + " " + form.format(goal=wish.deed, what=wish.deed, what_=wish.deed), wish
+    if r < 0.90:
         deed, wish.plot = rng.choice(list(DEEDS.items()))
         if k in W.OBJECTS:
             wish.kind = k = rng.choice(list(W.ANIMALS))
@@ -130,7 +158,7 @@ def subject(rng):
             fear = "the dark"
         thing = rng.choice(W.COLORS) + " " + rng.choice(W.THINGS)
         if wish.plot == "fear":
-            wish.thing = "fear:" + fear
+            wish.deed = fear
         elif wish.plot == "lost":
             wish.thing = thing
         elif wish.plot == "wish":
@@ -220,7 +248,7 @@ def story_question(rng, s):
 
 def reading(rng):
     """A given story and questions about it."""
-    s = stories.tell(rng, stories.Wish(length=rng.choice(["short", "short", "", ""])))
+    s = stories.tell(rng, stories.Wish(length=rng.choice(["short", "short", "", ""]), strange=rng.random() < 0.6))
     first = story_question(rng, s)
     form = rng.choice(["{s}\n\n{q}", "Read this story: {s}\n\n{q}", "{q}\n\n{s}", "Here is a story.\n\n{s}\n\nQuestion: {q}", "Story: {s}\n\n{q}", "{q} {s}"])
     turns = [Turn(form.format(s=s.text, q=first.user), first.think, first.answer)]
@@ -318,7 +346,7 @@ def document(rng, render):
     r = rng.random()
     if r < 0.07:                                             # a story as plain text
         s = stories.tell(rng, subject(rng)[1] if rng.random() < 0.7 else stories.Wish())
-        return (s.title + "\n\n" if rng.random() < 0.25 else "") + s.text
+        return (s.title + "\n\n" if rng.random() < 0.2 else "") + s.text
     if r < 0.20:
         messages, tools = toolcalls.conversation(rng, any_turn)
         if rng.random() < 0.35:
@@ -449,11 +477,11 @@ def tasks():
         x, wish = subject(rng)
         add("story", [{"role": "user", "content": rng.choice(ASK).format(x=x)}], {"about": wish.name or wish.kind or ""}, i % 2 == 1)
     for i in range(100):
-        s = stories.tell(rng, stories.Wish(length="short"))
+        s = stories.tell(rng, stories.Wish(length="short", strange=rng.random() < 0.5))
         q, a = rng.choice(s.facts)
         add("story_question", [{"role": "user", "content": f"{s.text}\n\n{q}"}], {"text": a}, i % 2 == 1)
     for i in range(100):
-        s = stories.tell(rng, stories.Wish(length="short"))
+        s = stories.tell(rng, stories.Wish(length="short", strange=rng.random() < 0.5))
         t = unknown_question(rng, s)
         add("unknown", [{"role": "user", "content": f"{s.text}\n\n{t.user}"}], {"starts": "I do not know."}, i % 2 == 1)
     for i in range(100):

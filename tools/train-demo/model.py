@@ -7,6 +7,7 @@ layers to one of full attention, a shared expert, an untied head.
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers.integrations import moe
@@ -45,21 +46,37 @@ def build(experts="grouped_mm"):
 
 
 def load(path, experts="grouped_mm"):
-    """The model in float32 from a safetensors file (or pieces of one) in transformers' layout."""
+    """The model in float32: from BF16 pieces in transformers' layout, or from a checkpoint in MLX's, dequantized."""
     from safetensors.torch import load_file
 
-    model, state = build(experts), {}
-    path = Path(path)
-    for piece in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-        state.update(load_file(piece))
+    import export
+
+    model, state, path = build(experts), {}, Path(path)
+    if (path / "config.json").exists():
+        state = {k: torch.from_numpy(np.array(v)) for k, v in export.import_state(path).items()}
+    else:
+        for piece in sorted(path.glob("*.safetensors")):
+            state.update(load_file(piece))
     model.load_state_dict({k: v.float() for k, v in state.items()}, strict=True)
     return model
 
 
 def plain_delta_rule():
     """Takes the delta rule from transformers' PyTorch code instead of fla: slower, and float32 all through."""
-    rule = M.torch_chunk_gated_delta_rule
-    M.torch_chunk_gated_delta_rule = getattr(rule, "__wrapped__", rule)
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        rule = getattr(M, name)
+        setattr(M, name, getattr(rule, "__wrapped__", rule))
+
+
+def dense_experts():
+    """Runs every expert on every token and weighs most by zero: the same sums as choosing, in few large products (quick on a CPU)."""
+    def forward(self, x, chosen, weights):
+        share = torch.zeros(len(x), self.num_experts, dtype=x.dtype, device=x.device).scatter_(1, chosen, weights)
+        gate, up = torch.einsum("td,eod->eto", x, self.gate_up_proj).chunk(2, -1)
+        hidden = self.act_fn(gate) * up * share.T[..., None]
+        return torch.einsum("eto,edo->td", hidden, self.down_proj)
+
+    M.Qwen3_5MoeExperts.forward = forward
 
 
 # --- training on Hopper ------------------------------------------------------------------------------------------------------------

@@ -7,4 +7,8 @@ export TRITON_CACHE_AUTOTUNING=1
 mkdir -p "$out"
 python3 generate.py shards "$out/shards" $(((steps + 39) / 40)) --kjv "$kjv" --seed "$seed" --workers $(($(nproc) - 4)) >"$out/shards.txt" 2>&1 &
 python3 train.py --shards "$out/shards" --heldout heldout --out "$out" --steps "$steps"
-python3 evaluate.py torch "$out/bf16" --answers "$out/answers.jsonl" --out "$out/scores-torch.json"
+python3 export.py "$out/bf16" "$out/mlx"
+python3 quality.py score torch "$out/bf16" "$out/torch-bf16-weights.npz"
+python3 quality.py score torch "$out/mlx" "$out/torch-4bit-weights.npz"
+python3 quality.py compare "$out/torch-bf16-weights.npz" "$out/torch-4bit-weights.npz"
+python3 evaluate.py torch "$out/mlx" --answers "$out/answers.jsonl" --out "$out/scores.json"

@@ -26,6 +26,8 @@ class Wish:
     thing: str = ""         # "a red key"
     plot: str = ""
     length: str = ""        # "", "short", "long"
+    deed: str = ""          # what the hero is afraid of, wants to learn, or dreams of
+    strange: bool = False   # names may be made up
     first_words: str = ""   # a given beginning, ending before the next sentence
 
 
@@ -77,6 +79,7 @@ class Teller:
     def fill(self, text):
         out = text.format(**self.s.slots)
         out = re.sub(r"(?<=[.!?] )[a-z]", lambda m: m.group().upper(), out)   # a pronoun that opens a sentence
+        out = re.sub(r"(^|\s)\"([a-z])", lambda m: m[1] + '"' + m[2].upper(), out)          # or an opening quote
         return out[0].upper() + out[1:]
 
     def say(self, options, chance=1.0):
@@ -107,7 +110,7 @@ class Teller:
         gender = wish.gender or (W.PEOPLE[kind][0] if kind in W.PEOPLE else "")
         name = wish.name
         while not name:
-            name, g = W.name(rng, {wish.friend_name})
+            name, g = W.name(rng, {wish.friend_name}, free=not wish.strange)
             if gender and g != gender:
                 name = ""
         gender = gender or (g if not wish.name else rng.choice("fm"))
@@ -124,7 +127,7 @@ class Teller:
         fg = W.PEOPLE[fk][0] if fk in W.PEOPLE else ""
         fname = wish.friend_name
         while not fname:
-            fname, g = W.name(rng, {name})
+            fname, g = W.name(rng, {name}, free=not wish.strange)
             if fg and g != fg:
                 fname = ""
             fg2 = g
@@ -241,7 +244,7 @@ def lost(t):
 
 def fear(t):
     """The hero is afraid of something and learns to bear it."""
-    f = t.rng.choice(list(W.FEARS)) if not t.wish.thing.startswith("fear:") else t.wish.thing[5:]
+    f = t.wish.deed or t.rng.choice(list(W.FEARS))
     if t.s.hero.place == "water" and f in ("deep water", "high places", "the old forest", "the big dog"):
         f = "the dark"
     t.s.slots["fear"] = f
@@ -261,7 +264,7 @@ def fear(t):
            "flood": "They went to the water together, first with one foot, then with two.", "climb": "They climbed a small hill first, then a bigger one.",
            "feast": "They made a loud noise themselves, with two pots and a spoon.", "visit": "Together they said hello to one stranger, then to another.",
            "forest": "They went into the old forest hand in hand, first ten steps, then twenty.", "alone": "{H} stayed alone for one minute, then for five, and {F} waited outside.",
-           "dog": "They went to the big dog slowly, and it only wanted to lick their noses."}[W.FEARS[f]]
+           "dog": "They went to the big dog slowly, and it only wanted to lick their noses."}.get(W.FEARS.get(f), "They went to look at it together, first from far away, then from near.")
     t.say(how)
     t.say("{H} held {fis} hand and took a deep breath.|At first {H} was trembling, but {F} stayed close.|{H} closed {his} eyes, and then {he} opened them again.")
     t.say("And nothing bad happened.|It was not so bad at all.|Little by little the fear became smaller.")
@@ -336,7 +339,7 @@ def skill(t):
     """The hero learns something by trying again and again."""
     what = t.pick("swim|sing|dance|whistle|paint|bake bread|play the flute|read|fly a kite|juggle|ride a bicycle|climb" if t.s.hero.place != "water" else
                   "sing|dance|jump out of the water|swim backwards|blow big bubbles|read")
-    t.s.slots["what"] = what
+    t.s.slots["what"] = what = t.wish.deed or what
     t.s.plan = t.fill("{H} wants to learn to {what}. It goes wrong {n} times. {F} {f} helps, and {H} practises until it works.")
     t.s.gist = t.fill("{H} {h} wanted to learn to {what}, and with practice and the help of {F} {f} {he} did it.")
     t.s.title = t.fill("{H} Learns to " + what.title())
@@ -631,7 +634,7 @@ def voyage(t):
 
 def cooking(t):
     """A soup that is nothing without the others."""
-    third, _ = W.name(t.rng, {t.s.hero.name, t.s.friend.name})
+    third, _ = W.name(t.rng, {t.s.hero.name, t.s.friend.name}, free=not t.wish.strange)
     t.s.slots["T"] = third
     soup = t.pick("soup|cake|pie|stew") if t.s.hero.place != "water" else "seaweed stew"
     t.s.slots["dish"] = soup
@@ -689,9 +692,38 @@ def race(t):
     t.fact("Who was faster at first?|Who laughed at {H}?", "It was {F} {f}.")
 
 
+def dream(t):
+    """Everybody says it cannot be done; with a friend it can. The goal is any phrase."""
+    goal = t.wish.deed or t.rng.choice(W.GOALS)
+    t.s.slots["goal"] = goal
+    t.s.plan = t.fill("{H} wants to {goal}. Everybody says that it is impossible. {F} {f} helps, and the dream comes true.")
+    t.s.gist = t.fill("{H} {h} wanted to {goal}, and with the help of {F} {f} the dream came true.")
+    t.s.title = t.fill("The Dream of {H}")
+    t.opening()
+    t.say("{H} had a dream: {he} wanted to {goal}.|There was one thing {he} wanted more than anything: to {goal}.|Every night {H} had the same dream. {he} wanted to {goal}.")
+    t.say("\"You will never do that,\" said the others.|\"{ah} cannot do that!\" laughed the neighbours.|Everybody said that it was impossible.|\"Nobody can do that,\" {his} mother said.")
+    t.more("But {H} did not stop dreaming.|{H} went {spot1} and thought about it all day.|{H} drew a picture of it and put it over {his} bed.")
+    t.para()
+    t.meet()
+    t.say("\"What are you thinking about?\" asked {F}.|\"You look so serious,\" said {F}. \"What is it?\"")
+    t.say("\"I want to {goal},\" said {H}. \"But everybody laughs.\"|\"I want to {goal},\" {he} whispered, \"but I do not know how.\"")
+    t.say("{F} did not laugh. \"Then let us begin today,\" {fe} said.|\"Why not?\" said {F}. \"Every big thing begins with a small step.\"|\"I know somebody who did it,\" said {F}. \"I will help you.\"")
+    t.para()
+    t.say("They made a plan and worked on it for {n} weeks.|Every day they did one small thing.|For {n} months they tried, in sun and in rain.")
+    t.say("Once it went wrong, and {H} wanted to give up. But {F} said, \"One more time.\"|It was not easy. Sometimes {H} was tired, but {F} made {him} laugh.|Some days were good, and some days were bad.")
+    t.say("Then, one {weather} morning, it happened. The dream of {H} came true!|And one {weather} day the dream came true.|And at last the great day came, and everything went well.")
+    t.para()
+    t.say("\"I wanted to {goal}, and I did it!\" called {H}.|The others came and looked, and nobody laughed any more.|{H} was so happy that {he} could not speak.")
+    t.say("\"You did it,\" said {F}. \"No,\" said {H}, \"we did it.\"|{H} hugged {F}. \"Thank you for your help,\" {he} said.")
+    t.closing("Never give up your dream.|Every big thing begins with a small step.")
+    t.fact("What did {H} want to do?|What was the dream of {H}?|What did {H} dream of?", "{H} wanted to {goal}.")
+    t.fact("Who helped {H}?", "{F} {f} helped {H}.")
+    t.fact("Did the dream come true?", "Yes, the dream of {H} came true.")
+
+
 PLOTS = {f.__name__: f for f in (lost, fear, rescue, sharing, skill, newcomer, lie, gift, noise, garden, trick, useful, wish, quarrel,
-                                 voyage, cooking, race)}
-STILL = ("useful", "newcomer", "quarrel", "fear", "wish")   # plots that also suit a thing as hero
+                                 voyage, cooking, race, dream)}
+STILL = ("useful", "newcomer", "quarrel", "fear", "wish", "dream")   # plots that also suit a thing as hero
 
 
 def tell(rng, wish):

@@ -5,6 +5,8 @@ Everything here is a plain table; `stories.py` and `tasks.py` draw from it with 
 """
 
 import hashlib
+import itertools
+import random
 
 FEMALE = """Ada Alba Alice Alma Amelia Amy Anna Anya Astrid Aurora Bella Beth Betty Bonnie Bridget Camille Carla Carmen
 Cecilia Chloe Clara Cleo Cora Daisy Dalia Dana Daphne Della Diana Dora Edith Effie Elena Elin Eliza Ella Elsa Elsie Emily
@@ -318,15 +320,30 @@ def made_up_word(rng, lo=2, hi=3):
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.randint(lo, hi)))
 
 
-def name(rng, avoid=()):
-    """A first name and its gender; one in eight is made up. Never one of `avoid`."""
+def _popular(names):
+    """Cumulative weights that make some names common, so that the likeliest name is a real one."""
+    order = list(names)
+    random.Random("names").shuffle(order)
+    weights = {n: (i + 8) ** -0.8 for i, n in enumerate(order)}
+    return list(itertools.accumulate(weights[n] for n in names))
+
+
+def name(rng, avoid=(), free=False):
+    """A first name and its gender, never one of `avoid`. A `free` one is the model's own choice: a real name, some more common.
+
+    A name that is given to the model may be any, and one in eight is made up: it has to be copied.
+    """
     while True:
-        if rng.random() < 0.12:
+        if not free and rng.random() < 0.12:
             got = made_up_word(rng, 2, 2).capitalize(), rng.choice("fm")
         else:
-            got = (rng.choice(FEMALE), "f") if rng.random() < 0.5 else (rng.choice(MALE), "m")
+            names, weights, gender = (FEMALE, FEMALE_WEIGHTS, "f") if rng.random() < 0.5 else (MALE, MALE_WEIGHTS, "m")
+            got = (rng.choices(names, cum_weights=weights)[0] if free else rng.choice(names)), gender
         if got[0] not in avoid:
             return got
+
+
+FEMALE_WEIGHTS, MALE_WEIGHTS = _popular(FEMALE), _popular(MALE)
 
 
 def with_article(noun):
@@ -352,3 +369,12 @@ ring watch glasses scarf glove belt tie sweater typewriter printer keyboard lapt
 scooter motorbike submarine helicopter spaceship tram ambulance volcano river ocean lake island desert canyon
 waterfall rainbow thunderstorm comet planet galaxy sunflower tulip cactus oak pine acorn strawberry banana lemon cherry onion tomato
 pepper sandwich pizza donut muffin waffle""".replace("\n", " ").split(" ")
+
+
+# What a hero may dream of: "wants to ...".
+GOALS = [g for g in """fly|see the sea|see the snow|travel to the moon|touch the stars|find a friend|build a boat|build a house|become a king|write a book|see the world|win a medal|climb the highest mountain|cross the river|
+visit the big city|fly over the clouds|catch a star|sleep on a cloud|swim across the lake|make everybody laugh|sing on a stage|dance at the feast|grow the biggest pumpkin|bake the best cake in the world|drive a train|ride a horse|
+fly a plane|speak with the animals|find a treasure|live on an island|see the sunrise from the hill|meet a dragon|be brave|be strong|be tall|be famous|go to school|learn everything|run faster than the wind|jump over the moon|
+play in an orchestra|paint the sky|live in a castle|own a bakery|open a shop|cook for the king|travel around the world|go home|find the end of the rainbow|stay awake all night|be the fastest of all|help everybody|stop the rain|
+eat an ice cream|have a birthday party|see a whale|live in a tree|count all the stars|read every book|make music|find a new home|be a hero|invent a machine|build a robot|explore the cave|sail around the world|
+become a knight|be a painter|be a singer|be a doctor|be a pilot|be a pirate|be an astronaut|become a wizard|become a chef|become a teacher|be a detective""".replace("\n", "").split("|")]
