@@ -3,12 +3,14 @@
 
 #![warn(missing_docs)]
 
+pub mod chat;
 pub mod checkpoint;
 pub mod config;
 mod error;
 pub mod quant;
 pub mod safetensors;
 pub mod shape;
+pub mod tokenizer;
 pub mod weights;
 
 pub use checkpoint::{Checkpoint, Source};
