@@ -1,1 +1,65 @@
-//! lily-engine
+//! From prompt ids to a streamed answer. The engine owns one [`Backend`](lily_backend::Backend) and knows no device, no
+//! HTTP and no terminal.
+//!
+//! ```no_run
+//! # fn backend(_: &lily_model::Checkpoint) -> Box<dyn lily_backend::Backend> { unimplemented!() }
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! use std::sync::Arc;
+//!
+//! use lily_engine::{Engine, Event, GenerateRequest, TextModel};
+//! use lily_model::Checkpoint;
+//! use lily_model::chat::Chat;
+//!
+//! let checkpoint = Checkpoint::open("Qwen3.6-35B-A3B-4bit")?;
+//! let text = Arc::new(TextModel::load(&checkpoint.source, &checkpoint.config)?);
+//! let mut engine = Engine::new(backend(&checkpoint), text.clone());
+//! let mut session = engine.open(8192)?;
+//!
+//! let messages = serde_json::json!([{"role": "user", "content": "What is a lily?"}]);
+//! let chat = Chat { messages, add_generation_prompt: true, ..Chat::default() };
+//! let prompt = text.prompt(&text.template.render_chat(&chat)?)?;
+//! for event in engine.generate(&mut session, &prompt, GenerateRequest::default())? {
+//!     match event? {
+//!         Event::PromptProgress { done, total } => eprintln!("{done} of {total} prompt tokens"),
+//!         Event::Token(token) => print!("{}", token.text),
+//!         Event::Finished(end) => eprintln!("{:?}, {:.1} tokens/s", end.reason, end.decode_tokens_per_second()),
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A [`Session`] remembers the tokens it was fed. A prompt that continues them costs only the rest; one that leaves them
+//! goes back to a snapshot before the place where it does, else to the start. So a chat renders every turn whole and
+//! hands it in.
+//!
+//! What to draw where: [`Prompt::in_thinking`] starts a [`ThinkSplitter`], which tells thinking from answer in the
+//! text of the tokens. A [`CancelToken`] stops a generation from another thread within one step; it then finishes with
+//! [`FinishReason::Cancelled`] and the session stays good. Dropping a [`Generation`] does the same.
+
+#![warn(missing_docs)]
+
+mod answer;
+mod engine;
+mod error;
+mod generation;
+mod reasoning;
+mod sampler;
+mod session;
+mod stop;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
+mod text;
+
+pub use engine::{CancelToken, Engine, GenerateRequest, MAX_LOGPROBS};
+pub use error::{EngineError, Result};
+pub use generation::{Event, FinishReason, Finished, Generation, Token};
+pub use lily_backend::{Caps, LogProbs, MemoryReport};
+pub use lily_model::tokenizer::{Detokenizer, Tokenizer};
+pub use reasoning::{Part, ThinkSplitter};
+pub use sampler::Sampling;
+pub use session::Session;
+pub use stop::{Passed, StopStrings};
+pub use text::{Prompt, TextError, TextModel};

@@ -1,0 +1,180 @@
+//! The text side of a checkpoint: tokenizer, chat template, stop tokens and sampling defaults, read together.
+
+use std::collections::BTreeSet;
+
+use lily_model::chat::{ChatError, ChatTemplate, Rendered};
+use lily_model::tokenizer::{Tokenizer, TokenizerError};
+use lily_model::{Config, ModelError, Source};
+use serde_json::{Map, Value};
+
+use crate::sampler::Sampling;
+
+/// Everything of a checkpoint but its weights.
+#[derive(Clone, Debug)]
+pub struct TextModel {
+    /// `tokenizer.json`.
+    pub tokenizer: Tokenizer,
+    /// `chat_template.jinja`, or the template inside `tokenizer_config.json`.
+    pub template: ChatTemplate,
+    /// Tokens that end an answer.
+    pub stop_tokens: BTreeSet<u32>,
+    /// What requests do not say about sampling.
+    pub sampling: Sampling,
+}
+
+/// Why the text side of a checkpoint cannot be used, or a text not be made a prompt.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TextError {
+    /// A file is missing, unreadable or damaged.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The tokenizer cannot be read, or cannot encode the text.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// The template cannot be read, or refuses the conversation.
+    #[error(transparent)]
+    Chat(#[from] ChatError),
+}
+
+/// A prompt as the engine takes it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Prompt {
+    /// One id per token.
+    pub ids: Vec<u32>,
+    /// Positions where later prompts may leave this one, ascending, such as before the header of the answer: the
+    /// session keeps snapshots there, and chunks end there.
+    pub branches: Vec<usize>,
+    /// Whether the answer begins inside a think block.
+    pub in_thinking: bool,
+}
+
+impl From<Vec<u32>> for Prompt {
+    fn from(ids: Vec<u32>) -> Prompt {
+        Prompt { ids, ..Prompt::default() }
+    }
+}
+
+/// Assistant turns at the end of a prompt that get a snapshot: the answer to come, for the next turn and for another
+/// try, and the one before, for a question asked differently. More would cut long histories into small chunks.
+const BRANCHES: usize = 2;
+
+/// Tokens that end an answer of this family even if a converter lost them from the configuration.
+const STOP_TOKENS: [&str; 2] = ["<|im_end|>", "<|endoftext|>"];
+
+impl TextModel {
+    /// Reads tokenizer.json, tokenizer_config.json, generation_config.json and the chat template beside a `config`
+    /// that is already read. The stop tokens are those that any of these files names as end tokens.
+    ///
+    /// # Errors
+    /// [`TextError`] with the file and what is wrong in it.
+    pub fn load(source: &Source, config: &Config) -> Result<TextModel, TextError> {
+        let tokenizer_config = source.read_optional("tokenizer_config.json")?;
+        let tokenizer = Tokenizer::from_json(&source.read("tokenizer.json")?, tokenizer_config.as_deref())?;
+        let jinja = source.read_optional("chat_template.jinja")?;
+        let template = ChatTemplate::from_checkpoint(jinja.as_deref(), tokenizer_config.as_deref())?;
+        let mut stop_tokens = config.eos_token_ids.clone();
+        stop_tokens.extend(tokenizer.eos());
+        stop_tokens.extend(STOP_TOKENS.iter().filter_map(|token| tokenizer.token_id(token.as_bytes())));
+        let mut sampling = Sampling::published();
+        if let Some(json) = source.read_optional("generation_config.json")? {
+            let file = source.name_of("generation_config.json");
+            stop_tokens.extend(lily_model::config::eos_of(&file, &json)?);
+            let damaged = |reason: String| ModelError::Damaged { file: file.clone(), reason };
+            let map: Map<String, Value> = serde_json::from_slice(&json).map_err(|e| damaged(e.to_string()))?;
+            sampling = Sampling::from_generation_config(&map).map_err(|e| damaged(e.to_string()))?;
+        }
+        Ok(TextModel { tokenizer, template, stop_tokens, sampling })
+    }
+
+    /// The prompt of a rendered conversation.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenizer`] if the text cannot be encoded.
+    pub fn prompt(&self, rendered: &Rendered) -> Result<Prompt, TextError> {
+        let encoded = self.tokenizer.encode_rendered(rendered)?;
+        let starts = &encoded.assistant_starts;
+        Ok(Prompt {
+            branches: starts[starts.len().saturating_sub(BRANCHES)..].to_vec(),
+            ids: encoded.ids,
+            in_thinking: rendered.ends_in_thinking(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{STOP, byte_tokenizer, tokenizer_json};
+    use lily_model::chat::Chat;
+
+    const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                            {% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}";
+
+    /// The text side of the tiny checkpoint's config and these files.
+    fn load(files: &[(&str, &str)]) -> Result<TextModel, TextError> {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, content) in files {
+            std::fs::write(folder.path().join(name), content).unwrap();
+        }
+        let config = Config::parse("config.json", include_bytes!("../../../testdata/tiny/config.json")).unwrap();
+        TextModel::load(&Source::Directory(folder.path().to_owned()), &config)
+    }
+
+    #[test]
+    fn every_file_adds_its_stop_tokens() {
+        let tokenizer = tokenizer_json();
+        let files = [
+            ("tokenizer.json", tokenizer.as_str()),
+            ("tokenizer_config.json", r#"{"eos_token": "<think>"}"#),
+            ("chat_template.jinja", TEMPLATE),
+            ("generation_config.json", r#"{"eos_token_id": [7, 8], "temperature": 0.5}"#),
+        ];
+        let text = load(&files).unwrap();
+        // config.json, generation_config.json, tokenizer_config.json, and the tokenizer's own two.
+        assert_eq!(text.stop_tokens, BTreeSet::from([1022, 1023, 7, 8, 257, STOP, 261]));
+        assert_eq!(text.sampling, Sampling { temperature: Some(0.5), ..Sampling::default() });
+    }
+
+    #[test]
+    fn without_a_generation_config_the_published_settings_hold() {
+        let tokenizer = tokenizer_json();
+        let config = serde_json::json!({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}).to_string();
+        let text = load(&[("tokenizer.json", &tokenizer), ("tokenizer_config.json", &config)]).unwrap();
+        assert_eq!(text.sampling, Sampling::published());
+    }
+
+    #[test]
+    fn a_missing_or_wrong_file_is_named() {
+        let tokenizer = tokenizer_json();
+        let whole = [("tokenizer.json", tokenizer.as_str()), ("chat_template.jinja", TEMPLATE)];
+        let with = |extra: &[(&str, &str)]| load(&[&whole, extra].concat()).unwrap_err().to_string();
+        assert!(load(&[]).unwrap_err().to_string().contains("has no tokenizer.json"));
+        assert!(load(&whole[..1]).unwrap_err().to_string().contains("chat_template.jinja"));
+        assert!(with(&[("tokenizer.json", "{")]).contains("tokenizer.json"));
+        assert!(with(&[("chat_template.jinja", "{% if %}")]).contains("template"));
+        for (config, reason) in [("[", "JSON"), (r#"{"top_p": 7}"#, "top_p: found 7, allowed 0 to 1")] {
+            let message = with(&[("generation_config.json", config)]);
+            assert!(message.contains("generation_config.json is damaged") && message.contains(reason), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_prompt_branches_before_its_last_two_assistant_turns() {
+        let text = TextModel {
+            tokenizer: byte_tokenizer(),
+            template: ChatTemplate::new(TEMPLATE).unwrap(),
+            stop_tokens: BTreeSet::new(),
+            sampling: Sampling::default(),
+        };
+        let messages = ["user", "assistant", "user", "assistant", "user"]
+            .map(|role| serde_json::json!({"role": role, "content": "<|im_start|>assistant"}));
+        let chat = Chat { messages: messages.to_vec().into(), add_generation_prompt: true, ..Chat::default() };
+        let prompt = text.prompt(&text.template.render_chat(&chat).unwrap()).unwrap();
+        let assistant = |at: &usize| text.tokenizer.decode(&prompt.ids[*at..at + 11], false);
+        assert_eq!(prompt.branches.len(), 2);
+        assert!(prompt.branches.iter().all(|at| assistant(at) == "<|im_start|>assistant\n"));
+        assert_eq!(prompt.branches[1], prompt.ids.len() - "?assistant\n?\n".len());
+        assert!(prompt.in_thinking);
+    }
+}
