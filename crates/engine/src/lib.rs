@@ -52,6 +52,7 @@ mod testing;
 #[cfg(test)]
 mod tests;
 mod text;
+mod tool_calls;
 
 pub use engine::{CancelToken, Engine, GenerateRequest, MAX_LOGPROBS};
 pub use error::{EngineError, Result};
@@ -63,3 +64,4 @@ pub use sampler::Sampling;
 pub use session::Session;
 pub use stop::{Passed, StopStrings};
 pub use text::{Prompt, TextError, TextModel};
+pub use tool_calls::{TOOL_CALL_OPEN, ToolCall, split_tool_calls};
