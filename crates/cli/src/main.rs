@@ -1,1 +1,70 @@
-fn main() {}
+//! `lily`: the command line.
+
+mod args;
+mod chat;
+mod checkpoint;
+mod devices;
+mod exit;
+mod inspect;
+mod logits;
+mod output;
+mod pull;
+mod run;
+mod talk;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+/// A local inference engine for one model, Qwen3.6-35B-A3B.
+#[derive(Parser)]
+#[command(name = "lily", version, propagate_version = true, arg_required_else_help = true)]
+#[command(after_help = exit::HELP)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Say more on stderr: once for progress, twice for details.
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Answer one prompt, from the command line or from stdin.
+    Run(run::RunArgs),
+    /// Talk with the model in the terminal.
+    Chat(chat::ChatArgs),
+    /// Show a checkpoint: shape, tensors, bytes, which context fits; compare two backends.
+    Inspect(inspect::InspectArgs),
+    /// Write the logits of given token ids to a safetensors file.
+    Logits(logits::LogitsArgs),
+    /// Download the model (20.4 GB), or continue a download.
+    Pull(pull::PullArgs),
+    /// Print a completion script for a shell.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let level = match cli.verbose {
+        0 => tracing::Level::WARN,
+        1 => tracing::Level::INFO,
+        _ => tracing::Level::DEBUG,
+    };
+    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).without_time().init();
+    let result = match cli.command {
+        Command::Run(args) => run::run(args),
+        Command::Chat(args) => chat::chat(args),
+        Command::Inspect(args) => inspect::inspect(args),
+        Command::Logits(args) => logits::logits(args),
+        Command::Pull(args) => pull::pull(&args),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "lily", &mut std::io::stdout());
+            Ok(())
+        }
+    };
+    exit::report(result)
+}

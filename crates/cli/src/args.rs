@@ -1,0 +1,90 @@
+//! Flags that several commands share.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+/// Which model, on which device.
+#[derive(Args, Clone, Debug)]
+pub struct ModelArgs {
+    /// Checkpoint directory. Default: the pulled model if it is there, else the small one inside the binary.
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// Device to run on.
+    #[arg(long, value_enum, default_value_t = BackendName::Auto)]
+    pub backend: BackendName,
+    /// Longest context in tokens. Default: what the free memory allows, at most what the model was trained for.
+    #[arg(long, value_name = "TOKENS")]
+    pub ctx: Option<usize>,
+    /// CPU threads. Default: one per physical core that this process may use.
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Element type of the KV cache.
+    #[arg(long, value_enum, default_value_t = KvType::F32)]
+    pub kv: KvType,
+}
+
+/// Devices by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendName {
+    /// The fastest that is there.
+    Auto,
+    /// Threads of this machine's processor.
+    Cpu,
+    /// The plain f32 specification: slow, for comparison.
+    Reference,
+}
+
+/// Element types of the KV cache by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvType {
+    /// Exact.
+    F32,
+    /// Half the memory, rounded keys and values.
+    Bf16,
+}
+
+/// How tokens are chosen. What is left out comes from the checkpoint's generation_config.json.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingArgs {
+    /// 0 always takes the most likely token.
+    #[arg(long, value_name = "T")]
+    pub temperature: Option<f32>,
+    /// Only the N most likely tokens; 0 is off.
+    #[arg(long, value_name = "N")]
+    pub top_k: Option<i64>,
+    /// The most likely tokens that together reach this probability; 1 is off.
+    #[arg(long, value_name = "P")]
+    pub top_p: Option<f32>,
+    /// Only tokens with at least this share of the highest probability; 0 is off.
+    #[arg(long, value_name = "P")]
+    pub min_p: Option<f32>,
+    /// Lower the logits of tokens that were generated before; 0 is off.
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub presence_penalty: Option<f32>,
+    /// Lower them by their count; 0 is off.
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub frequency_penalty: Option<f32>,
+    /// Divide their logits; 1 is off.
+    #[arg(long, value_name = "X")]
+    pub repetition_penalty: Option<f32>,
+    /// Add to the logit of a token, like 42=-5; may be given several times.
+    #[arg(long, value_name = "ID=X", value_parser = parse_bias, allow_hyphen_values = true)]
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Seed of the draws. Default: a new one each time.
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Stop before this text; may be given several times.
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Most tokens to generate. Default: until the context is full.
+    #[arg(short = 'n', long, value_name = "N")]
+    pub max_tokens: Option<usize>,
+}
+
+fn parse_bias(text: &str) -> Result<(u32, f32), String> {
+    let expected = || format!("{text:?} is not ID=NUMBER, like 42=-5");
+    let (id, bias) = text.split_once('=').ok_or_else(expected)?;
+    Ok((id.trim().parse().map_err(|_| expected())?, bias.trim().parse().map_err(|_| expected())?))
+}

@@ -1,0 +1,36 @@
+//! Which checkpoint a command works on.
+
+use std::path::Path;
+
+use lily_model::{Checkpoint, Source};
+
+use crate::pull;
+
+/// The files of the demo checkpoint, inside the binary.
+macro_rules! embedded {
+    ($($file:literal),+ $(,)?) => {
+        &[$(($file, include_bytes!(concat!("../../../assets/demo/", $file)))),+]
+    };
+}
+
+static DEMO: &[(&str, &[u8])] = embedded![
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+];
+
+/// Opens the named directory, else the pulled model, else the demo checkpoint inside the binary; the
+/// last says so on stderr.
+pub fn open(directory: Option<&Path>) -> anyhow::Result<Checkpoint> {
+    if let Some(directory) = directory {
+        return Ok(Checkpoint::open(directory)?);
+    }
+    if let Some(directory) = pull::pulled_model() {
+        return Ok(Checkpoint::open(directory)?);
+    }
+    eprintln!("lily: this is the small demo model; `lily pull` brings the real one (20.4 GB)");
+    Ok(Checkpoint::load(Source::Embedded(DEMO))?)
+}

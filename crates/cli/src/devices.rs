@@ -1,0 +1,163 @@
+//! The devices: the only file that names them.
+
+use std::sync::Arc;
+
+use lily_backend::{Backend, Input, Row, RowOutput, StageOutput, Step, Want};
+use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
+use lily_model::{Checkpoint, Source};
+use lily_reference::{Logits, Reference};
+
+use crate::args::{BackendName, KvType, ModelArgs};
+use crate::exit::Usage;
+use crate::output::{bytes, grouped};
+
+/// Logits of every token, and the stages if they were asked for.
+pub struct Forward {
+    /// `[tokens, vocab]`.
+    pub logits: Vec<f32>,
+    /// In the order of the forward pass.
+    pub trace: Vec<StageOutput>,
+}
+
+/// Loads the chosen backend with room for the chosen context.
+pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box<dyn Backend>> {
+    match args.backend {
+        BackendName::Auto | BackendName::Cpu => {
+            let max_context = context(args, &checkpoint)?;
+            let options = LoadOptions {
+                threads: args.threads,
+                kv: kv_dtype(args.kv),
+                max_context: Some(max_context),
+                ..LoadOptions::default()
+            };
+            Ok(Box::new(CpuBackend::load(checkpoint, &options)?))
+        }
+        BackendName::Reference => {
+            Err(Usage("the reference only computes logits: use it with `lily logits` or `lily inspect --diff`".into())
+                .into())
+        }
+    }
+}
+
+/// One forward pass over `ids` from an empty state.
+pub fn forward(args: &ModelArgs, checkpoint: Checkpoint, ids: &[u32], trace: bool) -> anyhow::Result<Forward> {
+    if args.backend == BackendName::Reference {
+        return Ok(reference_forward(&checkpoint, ids, trace));
+    }
+    let args = ModelArgs { ctx: Some(args.ctx.unwrap_or(ids.len())), ..args.clone() };
+    let mut backend = load(&args, Arc::new(checkpoint))?;
+    if ids.len() > backend.caps().max_context {
+        return Err(Usage(format!(
+            "{} token ids do not fit into a context of {}",
+            ids.len(),
+            backend.caps().max_context
+        ))
+        .into());
+    }
+    let state = backend.new_state(ids.len())?;
+    let mut out = Forward { logits: Vec::new(), trace: Vec::new() };
+    for chunk in ids.chunks(backend.caps().max_chunk) {
+        let row = Row { state, input: Input::Tokens(chunk.to_vec()), want: Want::AllLogits };
+        let ticket = backend.submit(Step { rows: vec![row], trace })?;
+        let output = backend.wait(ticket)?;
+        if let Some(RowOutput::Logits(logits)) = output.rows.into_iter().next() {
+            out.logits.extend(logits);
+        }
+        merge_trace(&mut out.trace, output.trace);
+    }
+    Ok(out)
+}
+
+/// Appends the stages of a later chunk to those of the earlier ones.
+fn merge_trace(all: &mut Vec<StageOutput>, chunk: Vec<StageOutput>) {
+    for stage in chunk {
+        match all.iter_mut().find(|s| s.stage == stage.stage) {
+            Some(earlier) => earlier.values.extend(stage.values),
+            None => all.push(stage),
+        }
+    }
+}
+
+fn reference_forward(checkpoint: &Checkpoint, ids: &[u32], trace: bool) -> Forward {
+    let reference = Reference::new(checkpoint);
+    let mut state = reference.new_state();
+    if trace {
+        let (logits, trace) = reference.traced(&mut state, ids);
+        return Forward { logits, trace: trace.stages };
+    }
+    Forward { logits: reference.forward(&mut state, ids, Logits::All), trace: Vec::new() }
+}
+
+/// What each device says of itself for this checkpoint: its name with the kernel path, or why it cannot run it.
+pub fn probe(args: &ModelArgs, checkpoint: &Arc<Checkpoint>) -> Vec<(&'static str, String)> {
+    let args = ModelArgs { backend: BackendName::Cpu, ..args.clone() };
+    let cpu = match load(&args, Arc::clone(checkpoint)) {
+        Ok(backend) => backend.caps().name.clone(),
+        Err(error) => format!("{error:#}"),
+    };
+    vec![("cpu", cpu)]
+}
+
+fn kv_dtype(kv: KvType) -> KvDtype {
+    match kv {
+        KvType::F32 => KvDtype::F32,
+        KvType::Bf16 => KvDtype::Bf16,
+    }
+}
+
+/// Bytes that are left for activations, stdin and the rest of the system when the context is chosen by memory.
+const MARGIN_BYTES: usize = 1 << 30;
+/// A context that any machine is given, however little memory it reports: short conversations still work.
+const SMALLEST_DEFAULT_CONTEXT: usize = 2048;
+
+/// The context asked for, checked; or as much as fits into the free memory.
+fn context(args: &ModelArgs, checkpoint: &Checkpoint) -> anyhow::Result<usize> {
+    let shape = &checkpoint.config.shape;
+    if let Some(ctx) = args.ctx {
+        if (1..=shape.max_context).contains(&ctx) {
+            return Ok(ctx);
+        }
+        let most = grouped(shape.max_context);
+        return Err(Usage(format!("--ctx {ctx}: expected 1 to {most}, the context the model was trained for")).into());
+    }
+    let per_token = shape.kv_bytes_per_token(match args.kv {
+        KvType::F32 => 4,
+        KvType::Bf16 => 2,
+    });
+    let taken = resident_weights(checkpoint) + shape.recurrent_bytes() + MARGIN_BYTES;
+    let fitting = available_memory().saturating_sub(taken) / per_token;
+    let chosen = fitting.clamp(SMALLEST_DEFAULT_CONTEXT.min(shape.max_context), shape.max_context);
+    if chosen < shape.max_context {
+        tracing::info!(
+            "context limited to {} tokens by {} of free memory; --ctx sets another limit",
+            grouped(chosen),
+            bytes(available_memory())
+        );
+    }
+    Ok(chosen)
+}
+
+/// Memory that this process could take without pushing others out, in bytes.
+pub fn available_memory() -> usize {
+    let mut system = sysinfo::System::new();
+    system.refresh_memory();
+    let machine = system.available_memory();
+    let group = system.cgroup_limits().map_or(u64::MAX, |limits| limits.free_memory);
+    usize::try_from(machine.min(group)).unwrap_or(usize::MAX)
+}
+
+/// Memory of this process in use now, in bytes.
+pub fn resident_memory() -> usize {
+    let Ok(pid) = sysinfo::get_current_pid() else { return 0 };
+    let mut system = sysinfo::System::new();
+    system.refresh_processes(sysinfo::ProcessesToUpdate::Some(&[pid]), false);
+    system.process(pid).map_or(0, |p| usize::try_from(p.memory()).unwrap_or(usize::MAX))
+}
+
+/// Bytes that the weights need in memory to be read at full speed; those inside the binary are there already.
+pub fn resident_weights(checkpoint: &Checkpoint) -> usize {
+    match checkpoint.source {
+        Source::Directory(_) => checkpoint.weights.quantized_bytes(),
+        Source::Embedded(_) => 0,
+    }
+}

@@ -1,0 +1,215 @@
+//! One conversation with the engine, shared by `run` and `chat`: loading, streaming an answer, Ctrl-C.
+
+use std::io::Write;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use lily_engine::{
+    CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, Part, Prompt, Sampling, Session, TextModel,
+    ThinkSplitter,
+};
+
+use crate::args::{ModelArgs, SamplingArgs};
+use crate::output::{Dimmed, bytes, grouped};
+use crate::{checkpoint, devices};
+
+/// A loaded model and one session of it.
+pub struct Talk {
+    /// Tokenizer, template and defaults of the checkpoint.
+    pub text: Arc<TextModel>,
+    engine: Engine,
+    session: Session,
+    cancel: CancelSlot,
+}
+
+/// A finished answer.
+pub struct Answer {
+    /// The text of the think block.
+    pub thinking: String,
+    /// The answer itself.
+    pub answer: String,
+    /// Why it ended, and the counts.
+    pub finished: Finished,
+}
+
+impl Talk {
+    /// Loads the checkpoint and the backend that the arguments choose, and takes over Ctrl-C.
+    pub fn open(args: &ModelArgs) -> anyhow::Result<Talk> {
+        let checkpoint = Arc::new(checkpoint::open(args.model.as_deref())?);
+        let text = Arc::new(TextModel::load(&checkpoint.source, &checkpoint.config)?);
+        let mut engine = Engine::new(devices::load(args, checkpoint)?, Arc::clone(&text));
+        let session = engine.open(engine.caps().max_context)?;
+        Ok(Talk { text, engine, session, cancel: CancelSlot::install()? })
+    }
+
+    /// Streams an answer: thinking to stderr, dimmed on a terminal, the answer to stdout.
+    pub fn answer(&mut self, prompt: &Prompt, sampling: &SamplingArgs) -> anyhow::Result<Answer> {
+        let request = GenerateRequest {
+            sampling: settings(sampling),
+            stop: sampling.stop.clone(),
+            max_tokens: sampling.max_tokens,
+            cancel: self.cancel.arm(),
+            ..GenerateRequest::default()
+        };
+        let mut printer = Printer::new(prompt.in_thinking);
+        let progress = prompt_progress();
+        let mut finished = None;
+        for event in self.engine.generate(&mut self.session, prompt, request)? {
+            match event? {
+                Event::PromptProgress { done, total } => {
+                    progress.set_length(total as u64);
+                    progress.set_position(done as u64);
+                }
+                Event::Token(token) => {
+                    progress.finish_and_clear();
+                    printer.push(&token.text)?;
+                }
+                Event::Finished(end) => finished = Some(end),
+            }
+        }
+        progress.finish_and_clear();
+        self.cancel.disarm();
+        let (thinking, answer) = printer.finish()?;
+        let finished = finished.ok_or_else(|| anyhow::anyhow!("the engine ended an answer without saying why"))?;
+        Ok(Answer { thinking, answer, finished })
+    }
+
+    /// The counts of an answer in one line for stderr.
+    pub fn stats(&self, end: &Finished) -> String {
+        let cached = match end.cached_tokens {
+            0 => String::new(),
+            n => format!(" ({} reused)", grouped(n)),
+        };
+        format!(
+            "prompt {} tokens{cached}, {:.1} tok/s | answer {} tokens, {:.1} tok/s{} | memory {} | {}",
+            grouped(end.prompt_tokens),
+            end.prefill_tokens_per_second(),
+            grouped(end.generated_tokens),
+            end.decode_tokens_per_second(),
+            ending(&end.reason),
+            bytes(devices::resident_memory()),
+            self.engine.caps().name,
+        )
+    }
+}
+
+/// Endings other than the model's own.
+fn ending(reason: &FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Length => ", cut at --max-tokens",
+        FinishReason::ContextFull => ", cut: the context is full (--ctx)",
+        FinishReason::Cancelled => ", interrupted",
+        _ => "",
+    }
+}
+
+fn settings(args: &SamplingArgs) -> Sampling {
+    Sampling {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        presence_penalty: args.presence_penalty,
+        frequency_penalty: args.frequency_penalty,
+        logit_bias: (!args.logit_bias.is_empty()).then(|| args.logit_bias.clone()),
+        seed: args.seed,
+    }
+}
+
+/// A bar for reading a long prompt; invisible where stderr is no terminal.
+fn prompt_progress() -> ProgressBar {
+    let style = ProgressStyle::with_template("reading the prompt {bar:30} {pos}/{len} tokens, {eta} left");
+    let bar = ProgressBar::no_length();
+    if let Ok(style) = style {
+        bar.set_style(style);
+    }
+    bar
+}
+
+/// Streams both parts of an answer and keeps them.
+struct Printer {
+    splitter: ThinkSplitter,
+    dimmed: Dimmed<std::io::Stderr>,
+    thinking: String,
+    answer: String,
+}
+
+impl Printer {
+    fn new(in_thinking: bool) -> Printer {
+        Printer {
+            splitter: ThinkSplitter::new(in_thinking),
+            dimmed: Dimmed::new(std::io::stderr()),
+            thinking: String::new(),
+            answer: String::new(),
+        }
+    }
+
+    fn push(&mut self, text: &str) -> std::io::Result<()> {
+        for part in self.splitter.push(text) {
+            self.print(part)?;
+        }
+        Ok(())
+    }
+
+    fn print(&mut self, part: Part) -> std::io::Result<()> {
+        match part {
+            Part::Thinking(text) => {
+                self.dimmed.write(&text)?;
+                self.thinking.push_str(&text);
+            }
+            Part::Answer(text) => {
+                self.dimmed.finish()?;
+                let mut stdout = std::io::stdout().lock();
+                stdout.write_all(text.as_bytes())?;
+                stdout.flush()?;
+                self.answer.push_str(&text);
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> std::io::Result<(String, String)> {
+        if let Some(part) = self.splitter.finish() {
+            self.print(part)?;
+        }
+        self.dimmed.finish()?;
+        if !self.answer.ends_with('\n') {
+            println!();
+        }
+        Ok((self.thinking, self.answer))
+    }
+}
+
+/// Where Ctrl-C finds the answer that it stops. Pressed while none runs, or twice, it ends the program.
+struct CancelSlot {
+    token: Arc<Mutex<Option<CancelToken>>>,
+    presses: Arc<AtomicUsize>,
+}
+
+impl CancelSlot {
+    fn install() -> anyhow::Result<CancelSlot> {
+        let slot = CancelSlot { token: Arc::default(), presses: Arc::default() };
+        let (token, presses) = (Arc::clone(&slot.token), Arc::clone(&slot.presses));
+        ctrlc::set_handler(move || {
+            let token = token.lock().unwrap_or_else(PoisonError::into_inner);
+            match &*token {
+                Some(token) if presses.fetch_add(1, Ordering::Relaxed) == 0 => token.cancel(),
+                _ => std::process::exit(130),
+            }
+        })?;
+        Ok(slot)
+    }
+
+    fn arm(&self) -> CancelToken {
+        let token = CancelToken::default();
+        self.presses.store(0, Ordering::Relaxed);
+        *self.token.lock().unwrap_or_else(PoisonError::into_inner) = Some(token.clone());
+        token
+    }
+
+    fn disarm(&self) {
+        *self.token.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
