@@ -6,6 +6,8 @@
 //! once per call from the second-level cache.
 //! Reference: `lily_reference::ops::linear`.
 
+use std::ops::Range;
+
 use lily_model::quant::bf16_at;
 use lily_model::{Bits, Shape};
 
@@ -21,6 +23,9 @@ pub(crate) const TILE_TOKENS: usize = 3;
 /// Columns dequantized at a time: 4 rows of them are 8 KB of f32.
 const DEPTH: usize = 512;
 const DEPTH_GROUPS: usize = DEPTH / Shape::GROUP;
+/// Up to so many tokens stay in the second-level cache with all their columns, and rows are best read to their ends; more
+/// are better met a block of columns at a time.
+const FEW_TOKENS: usize = 32;
 
 kernel! {
     /// `out[token * stride + row]` for rows `first .. first + rows` of `w` and every token.
@@ -39,42 +44,77 @@ fn gemm_body<const FUSED: bool>(
     stride: usize,
 ) {
     let mut weights = [[[0.0; LANES]; DEPTH / LANES]; TILE_ROWS];
-    for group in (0..w.groups).step_by(DEPTH_GROUPS) {
-        let groups = DEPTH_GROUPS.min(w.groups - group);
-        let vectors = groups * Shape::GROUP / LANES;
-        for row in (first..first + rows).step_by(TILE_ROWS) {
-            let tile_rows = TILE_ROWS.min(first + rows - row);
-            for (i, weights) in weights[..tile_rows].iter_mut().enumerate() {
-                dequantize::<FUSED>(w, row + i, group, weights.as_flattened_mut(), groups);
-            }
-            // A missing row is computed from what stands in its place and not stored.
-            let [w0, w1, w2, w3] = &weights;
-            let weights = [&w0[..vectors], &w1[..vectors], &w2[..vectors], &w3[..vectors]];
-            let inputs = |token: usize| {
-                let from = group * Shape::GROUP / LANES;
-                &x.row(token).values.as_chunks::<LANES>().0[from..from + vectors]
-            };
-            let store = |token: usize, sums: &[f32; TILE_ROWS]| {
-                // SAFETY: the caller keeps other workers away from these rows, and no other part is alive here.
-                let out = unsafe { out.part(token * stride + row, tile_rows) };
-                for (out, sum) in out.iter_mut().zip(sums) {
-                    *out = if group == 0 { *sum } else { *out + sum };
-                }
-            };
-            let mut token = 0;
-            while token + TILE_TOKENS <= x.len() {
-                let x = [inputs(token), inputs(token + 1), inputs(token + 2)];
-                let sums = tile::<FUSED, TILE_TOKENS>(x, weights);
-                for (i, sums) in sums.iter().enumerate() {
-                    store(token + i, sums);
-                }
-                token += TILE_TOKENS;
-            }
-            while token < x.len() {
-                let [sums] = tile::<FUSED, 1>([inputs(token)], weights);
-                store(token, &sums);
-                token += 1;
-            }
+    let (row_blocks, column_blocks) = (rows.div_ceil(TILE_ROWS), w.groups.div_ceil(DEPTH_GROUPS));
+    for block in 0..row_blocks * column_blocks {
+        // The sum of an element is the same in both orders.
+        let (row, column) = match x.len() <= FEW_TOKENS {
+            true => (block / column_blocks, block % column_blocks),
+            false => (block % row_blocks, block / row_blocks),
+        };
+        let row = first + row * TILE_ROWS;
+        let rows = row..(row + TILE_ROWS).min(first + rows);
+        gemm_block::<FUSED>(w, x, rows, column * DEPTH_GROUPS, out, stride, &mut weights);
+    }
+}
+
+/// At most four rows and `DEPTH` columns, from group `group` on.
+#[inline(always)]
+fn gemm_block<const FUSED: bool>(
+    w: Packed<'_>,
+    x: Tokens<'_>,
+    rows: Range<usize>,
+    group: usize,
+    out: &Parts<'_, f32>,
+    stride: usize,
+    weights: &mut [[Lanes; DEPTH / LANES]; TILE_ROWS],
+) {
+    let groups = DEPTH_GROUPS.min(w.groups - group);
+    let (from, vectors) = (group * Shape::GROUP / LANES, groups * Shape::GROUP / LANES);
+    for (row, weights) in rows.clone().zip(&mut *weights) {
+        dequantize::<FUSED>(w, row, group, weights.as_flattened_mut(), groups);
+    }
+    // A missing row is computed from what stands in its place and not stored.
+    let [w0, w1, w2, w3] = &*weights;
+    let weights = [&w0[..vectors], &w1[..vectors], &w2[..vectors], &w3[..vectors]];
+    // Written out instead of a loop over tiles of several sizes: a closure would not be compiled for the instruction set.
+    let columns = from..from + vectors;
+    let mut token = 0;
+    while token + TILE_TOKENS <= x.len() {
+        let inputs =
+            [vectors_of(x, token, &columns), vectors_of(x, token + 1, &columns), vectors_of(x, token + 2, &columns)];
+        store(&tile::<FUSED, TILE_TOKENS>(inputs, weights), token, &rows, group == 0, out, stride);
+        token += TILE_TOKENS;
+    }
+    if token + 2 == x.len() {
+        let inputs = [vectors_of(x, token, &columns), vectors_of(x, token + 1, &columns)];
+        store(&tile::<FUSED, 2>(inputs, weights), token, &rows, group == 0, out, stride);
+    } else if token + 1 == x.len() {
+        let inputs = [vectors_of(x, token, &columns)];
+        store(&tile::<FUSED, 1>(inputs, weights), token, &rows, group == 0, out, stride);
+    }
+}
+
+/// Columns of a token, in vectors.
+#[inline(always)]
+fn vectors_of<'a>(x: Tokens<'a>, token: usize, columns: &Range<usize>) -> &'a [Lanes] {
+    &x.row(token).values.as_chunks::<LANES>().0[columns.start..columns.end]
+}
+
+/// Adds the sums of a tile to the output, or begins it with them.
+#[inline(always)]
+fn store<const TOKENS: usize>(
+    sums: &[[f32; TILE_ROWS]; TOKENS],
+    token: usize,
+    rows: &Range<usize>,
+    begin: bool,
+    out: &Parts<'_, f32>,
+    stride: usize,
+) {
+    for (token, sums) in (token..).zip(sums) {
+        // SAFETY: the caller of `gemm` keeps other workers away from these rows, and no other part is alive here.
+        let out = unsafe { out.part(token * stride + rows.start, rows.len()) };
+        for (out, sum) in out.iter_mut().zip(sums) {
+            *out = if begin { *sum } else { *out + sum };
         }
     }
 }
