@@ -1,8 +1,12 @@
 //! Developer commands of lily.
 
+mod check;
+mod goldens;
 mod standin;
 mod synth;
 mod tokenizer;
+
+use std::path::Path;
 
 use clap::Parser;
 
@@ -10,18 +14,29 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(bin_name = "cargo xtask")]
 enum Command {
+    /// Check formatting, lints, tests, documentation and links.
+    Check(check::Args),
+    /// Make the wide checkpoint and its goldens with mlx-lm, which the ignored golden tests need.
+    Goldens(goldens::Args),
     /// Write the byte-level tokenizer and chat template of the tiny checkpoint.
     Standin(standin::Args),
     /// Write a checkpoint of random weights in the published format.
-    Synth(synth::Args),
+    Synth(Box<synth::Args>),
     /// Rebuild the tokenizer of Qwen3.6-35B-A3B, which the exact tokenizer tests need.
     Tokenizer(tokenizer::Args),
 }
 
 fn main() -> anyhow::Result<()> {
     match Command::parse() {
+        Command::Check(args) => check::run(&args),
+        Command::Goldens(args) => goldens::run(&args),
         Command::Standin(args) => standin::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Tokenizer(args) => tokenizer::run(&args),
     }
+}
+
+/// The root of the repository.
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
 }

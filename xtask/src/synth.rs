@@ -38,7 +38,8 @@ pub struct Args {
     /// Most bytes of tensors in a shard (a larger single tensor gets its own)
     #[arg(long, default_value_t = 5 << 30)]
     shard_bytes: u64,
-    /// Copies tokenizer.json, chat_template.jinja and their configurations from this directory
+    /// Directory to copy tokenizer.json, chat_template.jinja and their configurations from; by default what
+    /// `cargo xtask tokenizer` rebuilt, or the stand-in of testdata/tiny
     #[arg(long)]
     tokenizer: Option<PathBuf>,
 }
@@ -83,9 +84,7 @@ struct Sizes {
 /// The published configuration; a synthetic one differs in sizes and token ids only.
 const PUBLISHED: &str = include_str!("../../testdata/qwen3.6/config.json");
 
-/// The files that make token ids of text. The first is what makes a checkpoint speak; the others may be absent.
-const TOKENIZER_FILES: [&str; 4] =
-    ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"];
+const TOKENIZER: &str = "tokenizer.json";
 
 pub fn run(args: &Args) -> Result<()> {
     let shape = args.sizes.apply(args.shape.shape());
@@ -215,20 +214,23 @@ fn write_json(path: &Path, value: &Value) -> Result<()> {
     std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Copies the tokenizer given, or the rebuilt one where it is and fits the vocabulary.
+/// Copies the tokenizer given; else the published one where it was rebuilt and fits the vocabulary, else the stand-in of
+/// the tiny checkpoint.
 fn copy_tokenizer(given: Option<&Path>, shape: &Shape, out: &Path) -> Result<()> {
-    let rebuilt = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/qwen3.6");
-    let from = match given {
-        Some(directory) => directory,
-        None if shape.vocab == Shape::QWEN36.vocab && rebuilt.join(TOKENIZER_FILES[0]).is_file() => &rebuilt,
+    let published = ["target/qwen3.6", "testdata/qwen3.6"].map(|path| crate::root().join(path));
+    let stand_in = crate::root().join("testdata/tiny");
+    let places = match given {
+        Some(directory) => vec![directory.to_path_buf()],
+        None if shape.vocab == Shape::QWEN36.vocab && published[0].join(TOKENIZER).is_file() => published.to_vec(),
+        None if shape.vocab >= BaseShape::Tiny.shape().vocab => vec![stand_in],
         None => {
-            eprintln!("without a tokenizer: give --tokenizer DIR, or run `cargo xtask tokenizer` first");
+            eprintln!("no tokenizer: the stand-in needs a vocabulary of {}", BaseShape::Tiny.shape().vocab);
             return Ok(());
         }
     };
-    for (i, file) in TOKENIZER_FILES.into_iter().enumerate() {
-        let path = from.join(file);
-        if i == 0 || path.is_file() {
+    ensure!(places[0].join(TOKENIZER).is_file(), "{} has no {TOKENIZER}", places[0].display());
+    for file in [TOKENIZER, "tokenizer_config.json", "chat_template.jinja", "generation_config.json"] {
+        if let Some(path) = places.iter().map(|place| place.join(file)).find(|path| path.is_file()) {
             std::fs::copy(&path, out.join(file)).with_context(|| format!("cannot copy {}", path.display()))?;
         }
     }
