@@ -49,6 +49,7 @@ def torch_engine(checkpoint):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     demo.plain_delta_rule()
+    demo.dense_experts()
     model = demo.load(checkpoint, experts="eager").to(device).eval()
 
     def run(ids):

@@ -110,7 +110,7 @@ class Teller:
         gender = wish.gender or (W.PEOPLE[kind][0] if kind in W.PEOPLE else "")
         name = wish.name
         while not name:
-            name, g = W.name(rng, {wish.friend_name}, free=not wish.strange)
+            name, g = W.name(rng, {wish.friend_name}, cast=None if wish.strange else "hero")
             if gender and g != gender:
                 name = ""
         gender = gender or (g if not wish.name else rng.choice("fm"))
@@ -127,7 +127,7 @@ class Teller:
         fg = W.PEOPLE[fk][0] if fk in W.PEOPLE else ""
         fname = wish.friend_name
         while not fname:
-            fname, g = W.name(rng, {name}, free=not wish.strange)
+            fname, g = W.name(rng, {name}, cast=None if wish.strange else "friend")
             if fg and g != fg:
                 fname = ""
             fg2 = g
@@ -634,7 +634,7 @@ def voyage(t):
 
 def cooking(t):
     """A soup that is nothing without the others."""
-    third, _ = W.name(t.rng, {t.s.hero.name, t.s.friend.name}, free=not t.wish.strange)
+    third, _ = W.name(t.rng, {t.s.hero.name, t.s.friend.name}, cast=None if t.wish.strange else "friend")
     t.s.slots["T"] = third
     soup = t.pick("soup|cake|pie|stew") if t.s.hero.place != "water" else "seaweed stew"
     t.s.slots["dish"] = soup

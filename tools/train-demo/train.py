@@ -191,7 +191,7 @@ def main():
             save_weights(model, args.out / "bf16")
             last = (done, time.time())
     shares = torch.stack([g.share for g in gates]) * gates[0].num_experts
-    note(step=stop, loads_last_batch=[[round(x, 2) for x in row] for row in shares.tolist()])
+    note(step=stop, loads_on_kjv=[[round(x, 2) for x in row] for row in shares.tolist()])
 
 
 if __name__ == "__main__":

@@ -320,30 +320,32 @@ def made_up_word(rng, lo=2, hi=3):
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.randint(lo, hi)))
 
 
-def _popular(names):
-    """Cumulative weights that make some names common, so that the likeliest name is a real one."""
-    order = list(names)
-    random.Random("names").shuffle(order)
-    weights = {n: (i + 8) ** -0.8 for i, n in enumerate(order)}
-    return list(itertools.accumulate(weights[n] for n in names))
+def _cast(role):
+    """The names, genders and cumulative weights that the model's own choices come from, for heroes or for their friends.
+
+    The two casts share no name: where one is chosen freely for both, a small model now and then takes the hero's name for the friend
+    (one story in ten). Some names are common, so that the likeliest one is a real one and well ahead.
+    """
+    names = [(n, g) for g, pool in (("f", FEMALE), ("m", MALE)) for n in pool if bucket("cast:" + n, 2) == role]
+    random.Random(f"cast {role}").shuffle(names)
+    return names, list(itertools.accumulate(1 / (i + 1.5) for i in range(len(names))))
 
 
-def name(rng, avoid=(), free=False):
-    """A first name and its gender, never one of `avoid`. A `free` one is the model's own choice: a real name, some more common.
+def name(rng, avoid=(), cast=None):
+    """A first name and its gender, never one of `avoid`: from the "hero" or "friend" cast, or any if it is given to the model.
 
-    A name that is given to the model may be any, and one in eight is made up: it has to be copied.
+    One in eight of those is made up: it has to be copied.
     """
     while True:
-        if not free and rng.random() < 0.12:
+        if cast:
+            names, weights = CASTS[cast]
+            got = rng.choices(names, cum_weights=weights)[0]
+        elif rng.random() < 0.12:
             got = made_up_word(rng, 2, 2).capitalize(), rng.choice("fm")
         else:
-            names, weights, gender = (FEMALE, FEMALE_WEIGHTS, "f") if rng.random() < 0.5 else (MALE, MALE_WEIGHTS, "m")
-            got = (rng.choices(names, cum_weights=weights)[0] if free else rng.choice(names)), gender
+            got = (rng.choice(FEMALE), "f") if rng.random() < 0.5 else (rng.choice(MALE), "m")
         if got[0] not in avoid:
             return got
-
-
-FEMALE_WEIGHTS, MALE_WEIGHTS = _popular(FEMALE), _popular(MALE)
 
 
 def with_article(noun):
@@ -378,3 +380,5 @@ fly a plane|speak with the animals|find a treasure|live on an island|see the sun
 play in an orchestra|paint the sky|live in a castle|own a bakery|open a shop|cook for the king|travel around the world|go home|find the end of the rainbow|stay awake all night|be the fastest of all|help everybody|stop the rain|
 eat an ice cream|have a birthday party|see a whale|live in a tree|count all the stars|read every book|make music|find a new home|be a hero|invent a machine|build a robot|explore the cave|sail around the world|
 become a knight|be a painter|be a singer|be a doctor|be a pilot|be a pirate|be an astronaut|become a wizard|become a chef|become a teacher|be a detective""".replace("\n", "").split("|")]
+
+CASTS = {"hero": _cast(0), "friend": _cast(1)}
