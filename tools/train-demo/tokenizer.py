@@ -41,11 +41,19 @@ def build(kjv):
     tok.normalizer = normalizers.NFC()
     tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)])
     tok.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
-    tok.decoder = decoders.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - len(ADDED), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), special_tokens=[], show_progress=False)
     tok.train_from_iterator(texts(kjv), trainer)
     tok.add_tokens([AddedToken(name, normalized=False, special=special) for name, special in ADDED])
     return tok
+
+
+def write(tok):
+    """tokenizer.json, with the fields that the library leaves open spelled as in Qwen's file."""
+    data = json.loads(tok.to_str())
+    data["decoder"].update(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    data["model"].update(continuing_subword_prefix="", end_of_word_suffix="")
+    (generate.ASSETS / "tokenizer.json").write_text(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def main():
@@ -56,7 +64,7 @@ def main():
     assert tok.get_vocab_size() == VOCABULARY, tok.get_vocab_size()
     # The two spellings that tell thinking from not thinking have to be one token each.
     assert len(tok.encode("\n\n").ids) == len(tok.encode("\n").ids) == 1
-    tok.save(str(generate.ASSETS / "tokenizer.json"))
+    write(tok)
     config = {"add_prefix_space": False, "backend": "tokenizers", "bos_token": None, "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>", "errors": "replace",
               "model_max_length": 262144, "pad_token": "<|endoftext|>", "pretokenize_regex": SPLIT, "split_special_tokens": False, "tokenizer_class": "TokenizersBackend", "unk_token": None}
     (generate.ASSETS / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
