@@ -18,7 +18,7 @@ pub struct LogitsArgs {
     /// Token ids, separated by commas or blanks; `@FILE` reads them from a file.
     #[arg(value_name = "IDS")]
     ids: String,
-    /// Where to write `ids` (I32 [n]) and `logits` (F32 [n, vocabulary]).
+    /// Where to write `ids` (I32 `[n]`) and `logits` (F32 `[n, vocabulary]`).
     #[arg(short, long, value_name = "FILE", default_value = "logits.safetensors")]
     out: PathBuf,
     #[command(flatten)]

@@ -1,5 +1,6 @@
-//! What every backend is held to: [`laws`] on the whole, stamped for a backend by [`conformance_suite!`], and [`cases`]
-//! for its kernels, which a device crate runs against `lily_reference::ops`.
+//! What every backend is held to: [`laws`] on the whole, stamped for a backend by
+//! [`conformance_suite!`](crate::conformance_suite), and [`cases`] for its kernels, which a device crate runs against
+//! `lily_reference::ops`.
 
 pub mod cases;
 pub mod laws;
