@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use lily_backend::{Stage, StageOutput};
 use lily_model::{Checkpoint, LayerKind, QuantMatrix, Shape};
 
@@ -20,18 +20,23 @@ pub struct InspectArgs {
     #[arg(long)]
     tensors: bool,
     /// Run two backends on the same tokens and compare them stage by stage.
-    #[arg(long, value_name = "A,B", value_delimiter = ',', num_args = 2, value_enum)]
-    diff: Option<Vec<BackendName>>,
+    #[arg(long, value_name = "A,B", value_parser = parse_pair)]
+    diff: Option<(BackendName, BackendName)>,
     /// Token ids for --diff, separated by commas; `@FILE` reads them from a file.
     #[arg(long, value_name = "IDS", default_value = "1,2,3,4,5,6,7,8", requires = "diff")]
     tokens: String,
 }
 
+fn parse_pair(text: &str) -> Result<(BackendName, BackendName), String> {
+    let (left, right) = text.split_once(',').ok_or("expected two backends, like reference,cpu")?;
+    Ok((BackendName::from_str(left.trim(), true)?, BackendName::from_str(right.trim(), true)?))
+}
+
 /// Runs the command.
 pub fn inspect(args: InspectArgs) -> anyhow::Result<()> {
     let checkpoint = checkpoint::open(args.model.model.as_deref())?;
-    match &args.diff {
-        Some(pair) => diff(&args, checkpoint, pair[0], pair[1]),
+    match args.diff {
+        Some((left, right)) => diff(&args, checkpoint, left, right),
         None => {
             describe(&args, &Arc::new(checkpoint));
             Ok(())
