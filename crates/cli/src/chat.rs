@@ -154,7 +154,7 @@ impl Conversation {
         };
         let model = &self.talk.text;
         let prompt = model.prompt(&model.template.render_chat(&chat)?)?;
-        let answer = self.talk.answer(&prompt, &self.sampling)?;
+        let answer = self.talk.answer(&prompt, &self.sampling, &Value::Null)?;
         if answer.finished.reason == FinishReason::ContextFull {
             eprintln!("lily: the context is full; /new starts over, --ctx sets its size");
         }

@@ -89,13 +89,13 @@ fn reference_forward(checkpoint: &Checkpoint, ids: &[u32], trace: bool) -> Forwa
 }
 
 /// What each device says of itself for this checkpoint: its name with the kernel path, or why it cannot run it.
-pub fn probe(args: &ModelArgs, checkpoint: &Arc<Checkpoint>) -> Vec<(&'static str, String)> {
-    let args = ModelArgs { backend: BackendName::Cpu, ..args.clone() };
-    let cpu = match load(&args, Arc::clone(checkpoint)) {
+pub fn probe(args: &ModelArgs, checkpoint: &Arc<Checkpoint>) -> Vec<String> {
+    let cpu = ModelArgs { backend: BackendName::Cpu, ..args.clone() };
+    let describe = |device: ModelArgs| match load(&device, Arc::clone(checkpoint)) {
         Ok(backend) => backend.caps().name.clone(),
         Err(error) => format!("{error:#}"),
     };
-    vec![("cpu", cpu)]
+    vec![describe(cpu)]
 }
 
 fn kv_dtype(kv: KvType) -> KvDtype {

@@ -75,8 +75,8 @@ fn describe(args: &InspectArgs, checkpoint: &Arc<Checkpoint>) {
     println!("context      up to {} tokens", grouped(s.max_context));
     describe_weights(args, checkpoint);
     describe_fit(args.model.kv, checkpoint);
-    for (name, found) in devices::probe(&args.model, checkpoint) {
-        println!("{name:<12} {found}");
+    for device in devices::probe(&args.model, checkpoint) {
+        println!("device       {device}");
     }
 }
 

@@ -24,7 +24,8 @@ pub struct RunArgs {
     /// Answer at once, without thinking first.
     #[arg(long)]
     no_think: bool,
-    /// Tools that the model may call: a JSON file with a list in the format of OpenAI's API.
+    /// Tools that the model may call: a JSON file with a list in the format of OpenAI's API. Calls are printed as JSON, one
+    /// per line, and not run.
     #[arg(long, value_name = "FILE", conflicts_with = "raw")]
     tools: Option<PathBuf>,
     /// Continue the prompt as it stands: no chat template. Control tokens in it count.
@@ -50,8 +51,8 @@ pub fn run(args: RunArgs) -> anyhow::Result<()> {
     }
     let tools = args.tools.as_ref().map(read_tools).transpose()?.unwrap_or(Value::Null);
     let mut talk = Talk::open(&args.model)?;
-    let prompt = prompt(&args, &talk.text, text, tools)?;
-    let answer = talk.answer(&prompt, &args.sampling)?;
+    let prompt = prompt(&args, &talk.text, text, tools.clone())?;
+    let answer = talk.answer(&prompt, &args.sampling, &tools)?;
     if !args.quiet {
         eprintln!("\n{}", talk.stats(&answer.finished));
     }

@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use lily_engine::{
-    CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, Part, Prompt, Sampling, Session, TextModel,
-    ThinkSplitter,
+    CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, Part, Prompt, Sampling, Session,
+    TOOL_CALL_OPEN, TextModel, ThinkSplitter, split_tool_calls,
 };
+use serde_json::{Value, json};
 
 use crate::args::{ModelArgs, SamplingArgs};
 use crate::output::{Dimmed, bytes, grouped};
@@ -43,8 +44,9 @@ impl Talk {
         Ok(Talk { text, engine, session, cancel: CancelSlot::install()? })
     }
 
-    /// Streams an answer: thinking to stderr, dimmed on a terminal, the answer to stdout.
-    pub fn answer(&mut self, prompt: &Prompt, sampling: &SamplingArgs) -> anyhow::Result<Answer> {
+    /// Streams an answer: thinking to stderr, dimmed on a terminal, the answer to stdout, calls of `tools` (a list, or
+    /// null) at its end as one JSON object per line.
+    pub fn answer(&mut self, prompt: &Prompt, sampling: &SamplingArgs, tools: &Value) -> anyhow::Result<Answer> {
         let request = GenerateRequest {
             sampling: settings(sampling),
             stop: sampling.stop.clone(),
@@ -52,7 +54,7 @@ impl Talk {
             cancel: self.cancel.arm(),
             ..GenerateRequest::default()
         };
-        let mut printer = Printer::new(prompt.in_thinking);
+        let mut printer = Printer::new(prompt.in_thinking, tools);
         let progress = prompt_progress();
         let mut finished = None;
         for event in self.engine.generate(&mut self.session, prompt, request)? {
@@ -129,57 +131,92 @@ fn prompt_progress() -> ProgressBar {
 }
 
 /// Streams both parts of an answer and keeps them.
-struct Printer {
+struct Printer<'a> {
     splitter: ThinkSplitter,
     dimmed: Dimmed<std::io::Stderr>,
+    tools: &'a Value,
     thinking: String,
     answer: String,
+    /// Bytes of `answer` that were printed.
+    printed: usize,
 }
 
-impl Printer {
-    fn new(in_thinking: bool) -> Printer {
+impl Printer<'_> {
+    fn new(in_thinking: bool, tools: &Value) -> Printer<'_> {
         Printer {
             splitter: ThinkSplitter::new(in_thinking),
             dimmed: Dimmed::new(std::io::stderr()),
+            tools,
             thinking: String::new(),
             answer: String::new(),
+            printed: 0,
         }
     }
 
     fn push(&mut self, text: &str) -> std::io::Result<()> {
         for part in self.splitter.push(text) {
-            self.print(part)?;
+            self.take(part)?;
         }
         Ok(())
     }
 
-    fn print(&mut self, part: Part) -> std::io::Result<()> {
+    fn take(&mut self, part: Part) -> std::io::Result<()> {
         match part {
             Part::Thinking(text) => {
                 self.dimmed.write(&text)?;
                 self.thinking.push_str(&text);
+                Ok(())
             }
             Part::Answer(text) => {
                 self.dimmed.finish()?;
-                let mut stdout = std::io::stdout().lock();
-                stdout.write_all(text.as_bytes())?;
-                stdout.flush()?;
                 self.answer.push_str(&text);
+                let certain = if self.tools.is_null() { self.answer.len() } else { before_calls(&self.answer) };
+                self.print_to(certain)
             }
         }
-        Ok(())
     }
 
-    fn finish(mut self) -> std::io::Result<(String, String)> {
+    /// Prints the answer up to byte `end`.
+    fn print_to(&mut self, end: usize) -> std::io::Result<()> {
+        let mut stdout = std::io::stdout().lock();
+        stdout.write_all(self.answer[self.printed..end].as_bytes())?;
+        self.printed = end;
+        stdout.flush()
+    }
+
+    fn finish(mut self) -> anyhow::Result<(String, String)> {
         if let Some(part) = self.splitter.finish() {
-            self.print(part)?;
+            self.take(part)?;
         }
         self.dimmed.finish()?;
-        if !self.answer.ends_with('\n') {
-            println!();
+        let (text, calls) = match self.tools {
+            Value::Null => (String::new(), Vec::new()),
+            tools => split_tool_calls(&self.answer, tools),
+        };
+        if calls.is_empty() {
+            self.print_to(self.answer.len())?;
         }
-        Ok((self.thinking, self.answer))
+        let mut stdout = std::io::stdout().lock();
+        if self.printed > 0 && !self.answer[..self.printed].ends_with('\n') {
+            writeln!(stdout)?;
+        }
+        for call in &calls {
+            writeln!(stdout, "{}", json!({"name": call.name, "arguments": call.arguments}))?;
+        }
+        drop(stdout);
+        let answer = if calls.is_empty() { self.answer } else { text };
+        Ok((self.thinking, answer))
     }
+}
+
+/// Bytes of an answer that are certainly before its first tool call: all but the opening tag, or a start of it at the
+/// very end, and the white space before.
+fn before_calls(answer: &str) -> usize {
+    let open = answer.find(TOOL_CALL_OPEN).unwrap_or_else(|| {
+        let starts = (1..TOOL_CALL_OPEN.len()).rev().map(|n| &TOOL_CALL_OPEN[..n]);
+        answer.len() - starts.into_iter().find(|start| answer.ends_with(start)).map_or(0, str::len)
+    });
+    answer[..open].trim_end().len()
 }
 
 /// Where Ctrl-C finds the answer that it stops. Pressed while none runs, or twice, it ends the program.

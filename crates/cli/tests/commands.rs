@@ -248,6 +248,24 @@ fn a_reader_that_stops_early_is_no_failure() {
 }
 
 #[test]
+fn a_tool_call_is_printed_as_json() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tools.json");
+    let tools = serde_json::json!([{"type": "function", "function": {
+        "name": "random_number", "description": "Returns a random number",
+        "parameters": {"type": "object", "required": ["faces"], "properties": {"faces": {"type": "integer", "description": "Number of sides"}}}
+    }}]);
+    std::fs::write(&file, tools.to_string()).unwrap();
+    let file = file.display().to_string();
+    let output = run(&["run", "Throw a die with 6 sides, please.", "--tools", &file, "--temperature", "0"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let call: serde_json::Value = serde_json::from_str(stdout(&output).trim()).unwrap();
+    assert_eq!(call, serde_json::json!({"name": "random_number", "arguments": {"faces": 6}}));
+    std::fs::write(&file, "no json").unwrap();
+    refuses(&run(&["run", "x", "--tools", &file]), 2, &["tools.json", "not JSON"]);
+}
+
+#[test]
 fn completions_are_written_for_each_shell() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let output = run(&["completions", shell]);
