@@ -137,13 +137,14 @@ fn context(args: &ModelArgs, checkpoint: &Checkpoint) -> anyhow::Result<usize> {
     Ok(chosen)
 }
 
-/// Memory that this process could take without pushing others out, in bytes.
+/// Memory that this process could take without pushing others out, in bytes. Cached files count as free, also those of
+/// the container that it may run in: the weights are such files themselves.
 pub fn available_memory() -> usize {
     let mut system = sysinfo::System::new();
     system.refresh_memory();
     let machine = system.available_memory();
-    let group = system.cgroup_limits().map_or(u64::MAX, |limits| limits.free_memory);
-    usize::try_from(machine.min(group)).unwrap_or(usize::MAX)
+    let container = system.cgroup_limits().map_or(u64::MAX, |limits| limits.total_memory.saturating_sub(limits.rss));
+    usize::try_from(machine.min(container)).unwrap_or(usize::MAX)
 }
 
 /// Memory of this process in use now, in bytes.
