@@ -3,6 +3,8 @@
     python quality.py score torch RUN/bf16 a.npz              # transformers on the BF16 weights
     python quality.py score torch ../../assets/demo b.npz     # transformers on the 4-bit weights, dequantized
     python quality.py score mlx ../../assets/demo c.npz       # mlx-lm on the 4-bit weights
+    python quality.py score lily-reference ../../assets/demo d.npz    # lily's specification (`lily` on the PATH)
+    python quality.py score lily-cpu ../../assets/demo e.npz          # lily's CPU backend
     python quality.py compare a.npz b.npz c.npz
 
 Each document of heldout/{synthetic,kjv}.txt (they end with <|endoftext|> and a line break, which is not part of them) is read alone, from
@@ -11,6 +13,8 @@ over all these tokens; agreement is how often two engines have the same most lik
 """
 
 import argparse
+import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -80,8 +84,36 @@ def mlx_engine(checkpoint):
     return run
 
 
+def lily_engine(checkpoint, backend):
+    from safetensors.numpy import load_file
+
+    def row(ids, out):
+        # Ids of the padding are read as well; a causal model does not see them.
+        command = ["lily", "logits", ",".join(map(str, ids)), "--model", str(checkpoint), "--backend", backend, "--out", out]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        logits = load_file(out)["logits"][:-1].astype(np.float64)
+        top = logits.max(-1, keepdims=True)
+        logp = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        return np.take_along_axis(logp, ids[1:, None], -1)[:, 0], logits.argmax(-1)
+
+    def run(ids):
+        with tempfile.TemporaryDirectory() as folder:
+            rows = [row(r, f"{folder}/logits.safetensors") for r in ids]
+        return tuple(np.stack(column) for column in zip(*rows))
+
+    return run
+
+
+ENGINES = {
+    "torch": torch_engine,
+    "mlx": mlx_engine,
+    "lily-cpu": lambda checkpoint: lily_engine(checkpoint, "cpu"),
+    "lily-reference": lambda checkpoint: lily_engine(checkpoint, "reference"),
+}
+
+
 def score(engine, checkpoint, out):
-    run, arrays = {"torch": torch_engine, "mlx": mlx_engine}[engine](checkpoint), {}
+    run, arrays = ENGINES[engine](checkpoint), {}
     for name in SETS:
         docs = documents(name)
         logp, top = [None] * len(docs), [None] * len(docs)
@@ -114,7 +146,7 @@ def main():
     ap = argparse.ArgumentParser()
     sub = ap.add_subparsers(dest="what", required=True)
     p = sub.add_parser("score")
-    p.add_argument("engine", choices=["torch", "mlx"])
+    p.add_argument("engine", choices=ENGINES)
     p.add_argument("checkpoint", type=Path)
     p.add_argument("out", type=Path)
     p = sub.add_parser("compare")
