@@ -132,6 +132,21 @@ fn a_template_that_raises_is_a_refusal_in_its_own_words() {
     refuses(&run(&["run", "x", "--model", &place]), 2, &["No poems today."]);
 }
 
+#[test]
+fn weights_that_give_no_numbers_are_an_error_and_not_a_token() {
+    let copy = copy_of_tiny();
+    let shard = copy.path().join("model-00005-of-00005.safetensors");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let scales = tensors.tensor("language_model.lm_head.scales").unwrap().data().as_ptr_range();
+    let start = scales.start.addr() - bytes.as_ptr().addr();
+    // BF16 NaN in every group of the first row.
+    bytes[start..start + 8].copy_from_slice(&[0xC0, 0x7F].repeat(4));
+    std::fs::write(&shard, bytes).unwrap();
+    let place = copy.path().display().to_string();
+    refuses(&run(&["run", "x", "--model", &place, "--raw", "-n", "2"]), 1, &["not finite"]);
+}
+
 fn copy_of_tiny() -> tempfile::TempDir {
     let copy = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(tiny()).unwrap() {

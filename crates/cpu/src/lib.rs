@@ -58,7 +58,7 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
-        LoadOptions { threads: None, kv: KvDtype::Bf16, max_context: None, max_chunk: 512 }
+        LoadOptions { threads: None, kv: KvDtype::F32, max_context: None, max_chunk: 512 }
     }
 }
 
