@@ -179,7 +179,7 @@ impl Printer<'_> {
     /// Prints the answer up to byte `end`.
     fn print_to(&mut self, end: usize) -> std::io::Result<()> {
         let mut stdout = std::io::stdout().lock();
-        stdout.write_all(self.answer[self.printed..end].as_bytes())?;
+        stdout.write_all(&self.answer.as_bytes()[self.printed..end])?;
         self.printed = end;
         stdout.flush()
     }
