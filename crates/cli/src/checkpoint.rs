@@ -34,3 +34,16 @@ pub fn open(directory: Option<&Path>) -> anyhow::Result<Checkpoint> {
     eprintln!("lily: this is the small demo model; `lily pull` brings the real one (20.4 GB)");
     Ok(Checkpoint::load(Source::Embedded(DEMO))?)
 }
+
+#[cfg(test)]
+mod tests {
+    use lily_model::Shape;
+
+    use super::*;
+
+    #[test]
+    fn the_embedded_checkpoint_has_the_shape_that_kernels_are_specialised_for() {
+        let checkpoint = Checkpoint::load(Source::Embedded(DEMO)).unwrap();
+        assert_eq!(checkpoint.config.shape, Shape::DEMO);
+    }
+}
