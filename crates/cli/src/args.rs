@@ -17,7 +17,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "TOKENS")]
     pub ctx: Option<usize>,
     /// CPU threads. Default: one per physical core that this process may use.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Element type of the KV cache.
     #[arg(long, value_enum, default_value_t = KvType::F32)]
@@ -81,6 +81,10 @@ pub struct SamplingArgs {
     /// Most tokens to generate. Default: until the context is full.
     #[arg(short = 'n', long, value_name = "N")]
     pub max_tokens: Option<usize>,
+}
+
+fn parse_threads(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number of threads, at least 1".to_owned())
 }
 
 fn parse_bias(text: &str) -> Result<(u32, f32), String> {

@@ -104,6 +104,9 @@ fn prompts_that_cannot_be_run_are_refused_with_what_to_do() {
     refuses(&run(&["run", "x", "--model", &model, "--temperature", "9"]), 2, &["temperature", "9"]);
     refuses(&run(&["run", "x", "--model", &model, "--logit-bias", "1024=1"]), 2, &["logit_bias", "1024"]);
     refuses(&run(&["run", "x", "--model", &model, "--backend", "reference"]), 2, &["reference"]);
+    let no_threads = run(&["run", "x", "--model", &model, "--threads", "0"]);
+    assert_eq!(no_threads.status.code(), Some(2));
+    assert!(stderr(&no_threads).contains("at least 1"), "{}", stderr(&no_threads));
 }
 
 #[test]
