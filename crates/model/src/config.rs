@@ -29,11 +29,6 @@ pub struct Quantization {
 }
 
 impl Quantization {
-    /// The same width everywhere but in the two gates of the MoE, as in the published checkpoint.
-    pub fn published() -> Quantization {
-        Quantization { default: Bits::Four, overrides: HashMap::new() }
-    }
-
     /// The width of a module's codes by its tensor name without `.weight`.
     pub fn bits(&self, module: &str) -> Bits {
         *self.overrides.get(Self::canonical(module)).unwrap_or(&self.default)

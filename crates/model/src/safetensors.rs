@@ -116,11 +116,6 @@ impl Tensors {
         Ok(Tensors { by_name })
     }
 
-    /// The tensors from a list, for tests.
-    pub fn from_map(by_name: BTreeMap<String, Tensor>) -> Tensors {
-        Tensors { by_name }
-    }
-
     /// Whether a tensor of this name is (still) there.
     pub fn contains(&self, name: &str) -> bool {
         self.by_name.contains_key(name)
