@@ -10,8 +10,7 @@ use half::bf16;
 use lily_backend::Result;
 use lily_model::Shape;
 
-use super::gemm::{TILE_ROWS, TILE_TOKENS, tile};
-use super::{LANES, Lanes, add_scaled, exp, kernel, total};
+use super::{LANES, Lanes, add_product, add_scaled, exp, kernel, total};
 use crate::device::{Buffer, Isa, Parts, Pool, with_scratch};
 
 const D: usize = Shape::HEAD_DIM;
@@ -20,6 +19,10 @@ const VECTORS: usize = D / LANES;
 const KEYS: usize = 64;
 /// Tokens that share a pass over the keys.
 const TOKENS_PER_PASS: usize = 8;
+/// Keys of a register tile: 4 keys x 3 queries are 12 sums, which with 3 queries and a key fill 16 registers.
+const TILE_ROWS: usize = 4;
+/// Queries of a register tile.
+const TILE_TOKENS: usize = 3;
 /// Keys that one worker takes when there is a single token.
 const SPLIT: usize = 256;
 
@@ -142,6 +145,39 @@ fn score_block<const FUSED: bool>(pass: &Pass<'_>, keys: &[[Lanes; VECTORS]], sc
             row += 1;
         }
     }
+}
+
+/// Dot products of each of `x` with each of `w`, all of one length. The sum of a product does not depend on `TOKENS`.
+#[inline(always)]
+fn tile<const FUSED: bool, const TOKENS: usize>(
+    mut x: [&[Lanes]; TOKENS],
+    mut w: [&[Lanes]; TILE_ROWS],
+) -> [[f32; TILE_ROWS]; TOKENS] {
+    // With equal lengths in plain sight no access in the loop is checked.
+    let n = w[0].len();
+    for x in &mut x {
+        *x = &x[..n];
+    }
+    for w in &mut w {
+        *w = &w[..n];
+    }
+    let mut sums = [[[0.0; LANES]; TILE_ROWS]; TOKENS];
+    for k in 0..n {
+        // In this order a weight is loaded when it is needed; the other way round all four stay in registers and two sums
+        // have to leave.
+        for r in 0..TILE_ROWS {
+            for t in 0..TOKENS {
+                add_product::<FUSED>(&mut sums[t][r], &x[t][k], &w[r][k]);
+            }
+        }
+    }
+    let mut totals = [[0.0; TILE_ROWS]; TOKENS];
+    for t in 0..TOKENS {
+        for r in 0..TILE_ROWS {
+            totals[t][r] = total(sums[t][r]);
+        }
+    }
+    totals
 }
 
 /// Scores to exponentials, and what was summed before to the new maximum.

@@ -121,7 +121,7 @@ fn store<const TOKENS: usize>(
 
 /// Dot products of each of `x` with each of `w`, all of one length. The sum of a product does not depend on `TOKENS`.
 #[inline(always)]
-pub(crate) fn tile<const FUSED: bool, const TOKENS: usize>(
+fn tile<const FUSED: bool, const TOKENS: usize>(
     mut x: [&[Lanes]; TOKENS],
     mut w: [&[Lanes]; TILE_ROWS],
 ) -> [[f32; TILE_ROWS]; TOKENS] {
