@@ -24,6 +24,9 @@ pub(crate) enum Isa {
     /// AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// AVX-512 with the integer multiply-adds of VNNI, and the former.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
 }
 
 impl Isa {
@@ -31,7 +34,10 @@ impl Isa {
     pub(crate) fn detect() -> Isa {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            return Isa::Avx2;
+            let wide = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512vnni");
+            return if wide { Isa::Avx512 } else { Isa::Avx2 };
         }
         Isa::Portable
     }
@@ -39,9 +45,11 @@ impl Isa {
     /// All sets that this CPU has, for tests that compare them.
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Isa> {
-        let mut all = vec![Isa::Portable, Isa::detect()];
-        all.dedup();
-        all
+        match Isa::detect() {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => vec![Isa::Portable, Isa::Avx2, Isa::Avx512],
+            best => [Isa::Portable, best][usize::from(best == Isa::Portable)..].to_vec(),
+        }
     }
 
     /// Its name in [`lily_backend::Caps::name`].
@@ -50,6 +58,8 @@ impl Isa {
             Isa::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => "avx512",
         }
     }
 }
@@ -65,6 +75,7 @@ pub(crate) struct Buffer<T> {
 pub(crate) trait Zeroed: Copy + Send + Sync {}
 impl Zeroed for f32 {}
 impl Zeroed for u16 {}
+impl Zeroed for i16 {}
 
 impl<T: Zeroed> Buffer<T> {
     /// `len` zeros; `what` names them where memory does not suffice.

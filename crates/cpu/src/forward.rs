@@ -3,19 +3,19 @@
 //! Top-down: [`Forward::run`] is the model, one function per block below it. Each block is a few passes over its weights
 //! ([`linear`]) with the arithmetic between them; the kernels choose by the number of tokens. Formulas: NUMERICS.md.
 
-use std::mem::take;
-
 use lily_backend::{Part, Stage};
-use lily_model::{AttentionWeights, DeltaWeights, Mixer, Mlp, MoeWeights, QuantMatrix, Shape};
+use lily_model::{AttentionWeights, DeltaWeights, Mixer, MoeWeights, QuantMatrix, Shape};
 
 use crate::device::Pool;
+use crate::kernels::activations::{Activations, Tokens};
 use crate::kernels::attention::Attention;
 use crate::kernels::delta::{Convolution, Delta, convolve, delta};
-use crate::kernels::linear::{Activations, Job, Tokens, linear};
-use crate::kernels::norm::{add_weighted, rms_norm, sigmoid_gate, swiglu};
+use crate::kernels::experts::{self, Experts};
+use crate::kernels::linear::{Target, linear};
+use crate::kernels::norm::{rms_norm, sigmoid_gate};
 use crate::kernels::rope::Angles;
 use crate::kernels::sigmoid;
-use crate::plan::{DeltaPlan, MlpScratch, Plan, Scratch};
+use crate::plan::{DeltaPlan, Plan, Scratch};
 use crate::state::State;
 
 /// One row of a step on its way through the model.
@@ -166,41 +166,11 @@ impl Forward<'_> {
             trace.push((Stage::of(layer, Part::Router), router.to_vec()));
         }
         s.routing.choose(router, shape.experts, per_token);
-        let visited = || s.routing.visited();
-
-        // Gate and up: each expert with the tokens that chose it, the shared expert with all.
-        let visitors = |visits: &std::ops::Range<usize>| Tokens::list(normed, &s.routing.visitors[visits.clone()]);
-        let mut jobs = Vec::new();
-        for (matrix, out) in [(&w.experts.gate, &mut s.routed.gate), (&w.experts.up, &mut s.routed.up)] {
-            expert_jobs(&mut jobs, matrix, out, visited(), visitors);
-        }
-        for (matrix, out) in [(&w.shared.gate, &mut s.shared.gate), (&w.shared.up, &mut s.shared.up)] {
-            let out = &mut out[..tokens * matrix.outputs];
-            jobs.push(Job { matrix, expert: 0, x: Tokens::range(normed, 0, tokens), out });
-        }
-        linear(pool, plan.isa, jobs);
-
-        self::activate(pool, plan, &mut s.routed, &w.experts, tokens * per_token);
-        self::activate(pool, plan, &mut s.shared, &w.shared, tokens);
-
-        let mut jobs = Vec::new();
-        let inner = &s.routed.inner;
-        expert_jobs(&mut jobs, &w.experts.down, &mut s.routed.down, visited(), |visits| {
-            Tokens::range(inner, visits.start, visits.len())
-        });
-        let out = &mut s.shared.down[..tokens * hidden];
-        jobs.push(Job { matrix: &w.shared.down, expert: 0, x: Tokens::range(&s.shared.inner, 0, tokens), out });
-        linear(pool, plan.isa, jobs);
-
-        let (routed, shared, routing) = (&s.routed.down, &s.shared.down, &s.routing);
-        pool.pieces(&mut mixed[..tokens * hidden], hidden, |token, out| {
-            out.fill(0.0);
-            for (visit, weight) in routing.of_token(token, per_token) {
-                add_weighted(plan.isa, out, &routed[visit * hidden..][..hidden], weight);
-            }
-            let gate = sigmoid::<false>(shared_gate[token]);
-            add_weighted(plan.isa, out, &shared[token * hidden..][..hidden], gate);
-        });
+        shared_gate.iter_mut().for_each(|gate| *gate = sigmoid::<false>(*gate));
+        let experts = Experts { weights: w, routing: &s.routing, per_token, tokens };
+        experts::gate_up(pool, plan.isa, &experts, normed, &mut s.routed, &mut s.shared);
+        let mixed = &mut mixed[..tokens * hidden];
+        experts::down(pool, plan.isa, &experts, shared_gate, &mut s.routed, &mut s.shared, mixed);
     }
 
     /// Final norm and head of tokens `first ..` into `logits`, `[tokens - first, vocab]`.
@@ -263,30 +233,6 @@ fn project<const N: usize>(
     tokens: usize,
     targets: [(&QuantMatrix, &mut [f32]); N],
 ) {
-    let jobs = targets.into_iter().map(|(matrix, out)| Job { matrix, expert: 0, x: Tokens::range(x, 0, tokens), out });
-    linear(pool, plan.isa, jobs.collect());
-}
-
-/// One job per visited expert; `out` holds the visits `[visits, outputs]` in order.
-fn expert_jobs<'a>(
-    jobs: &mut Vec<Job<'a>>,
-    matrix: &'a QuantMatrix,
-    mut out: &'a mut [f32],
-    visited: impl Iterator<Item = (usize, std::ops::Range<usize>)>,
-    x: impl Fn(&std::ops::Range<usize>) -> Tokens<'a>,
-) {
-    for (expert, visits) in visited {
-        let (own, rest) = take(&mut out).split_at_mut(visits.len() * matrix.outputs);
-        out = rest;
-        jobs.push(Job { matrix, expert, x: x(&visits), out: own });
-    }
-}
-
-/// SwiGLU of all visits, as input of `down`.
-fn activate(pool: &Pool, plan: &Plan, s: &mut MlpScratch, w: &Mlp, visits: usize) {
-    let width = w.gate.outputs;
-    let (gate, up) = (&s.gate, &s.up);
-    s.inner.fill(pool, plan.isa, visits, |visit, out| {
-        swiglu(plan.isa, &gate[visit * width..][..width], &up[visit * width..][..width], out);
-    });
+    let targets = targets.map(|(matrix, out)| Target { matrix, out });
+    linear(pool, plan.isa, Tokens::range(x, 0, tokens), targets);
 }

@@ -10,8 +10,9 @@ use lily_model::{Checkpoint, DeltaWeights, Mixer, QuantMatrix, Shape, Weights};
 
 use crate::LoadOptions;
 use crate::device::{Buffer, Isa, memory_bytes};
+use crate::kernels::activations::Activations;
 use crate::kernels::attention::Partials;
-use crate::kernels::linear::Activations;
+use crate::kernels::experts::Inner;
 use crate::kernels::moe::Routing;
 use crate::state::{CheckSum, KvDtype};
 
@@ -105,10 +106,15 @@ fn check_weights(shape: &Shape, weights: &Weights) -> Result<()> {
     if weights.layers.len() != shape.layers {
         return refuse(format!("{} layers of weights, expected {}", weights.layers.len(), shape.layers));
     }
-    for matrix in weights.matrices() {
-        check_matrix(matrix)?;
+    for layer in &weights.layers {
+        for mlp in [&layer.moe.experts, &layer.moe.shared] {
+            let (gate, up) = (mlp.gate.bits.count(), mlp.up.bits.count());
+            if gate != up {
+                return refuse(format!("{} has codes of {gate} bits and {} of {up}", mlp.gate.name, mlp.up.name));
+            }
+        }
     }
-    Ok(())
+    weights.matrices().try_for_each(check_matrix)
 }
 
 fn check_matrix(m: &QuantMatrix) -> Result<()> {
@@ -191,34 +197,8 @@ pub(crate) struct MoeScratch {
     /// `[tokens]`.
     pub(crate) shared_gate: Buffer<f32>,
     pub(crate) routing: Routing,
-    pub(crate) routed: MlpScratch,
-    pub(crate) shared: MlpScratch,
-}
-
-/// Between the matrices of a SwiGLU block, for a number of visits.
-pub(crate) struct MlpScratch {
-    /// `[visits, width]`.
-    pub(crate) gate: Buffer<f32>,
-    /// `[visits, width]`.
-    pub(crate) up: Buffer<f32>,
-    pub(crate) inner: Activations,
-    /// `[visits, hidden]`.
-    pub(crate) down: Buffer<f32>,
-}
-
-impl MlpScratch {
-    fn new(visits: usize, width: usize, hidden: usize) -> Result<MlpScratch> {
-        Ok(MlpScratch {
-            gate: zeroed(visits * width)?,
-            up: zeroed(visits * width)?,
-            inner: Activations::new(visits, width)?,
-            down: zeroed(visits * hidden)?,
-        })
-    }
-
-    fn bytes(&self) -> usize {
-        self.gate.bytes() + self.up.bytes() + self.inner.bytes() + self.down.bytes()
-    }
+    pub(crate) routed: Inner,
+    pub(crate) shared: Inner,
 }
 
 fn zeroed(len: usize) -> Result<Buffer<f32>> {
@@ -254,8 +234,8 @@ impl Scratch {
                 router: zeroed(tokens * s.experts)?,
                 shared_gate: zeroed(tokens)?,
                 routing: Routing::default(),
-                routed: MlpScratch::new(visits, s.expert_width, s.hidden)?,
-                shared: MlpScratch::new(tokens, s.shared_width, s.hidden)?,
+                routed: Inner::new(visits, s.expert_width, s.hidden)?,
+                shared: Inner::new(tokens, s.shared_width, s.hidden)?,
             },
         };
         let (needed, available) = (scratch.bytes(), memory_bytes());

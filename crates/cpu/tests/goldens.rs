@@ -5,7 +5,7 @@ use std::sync::Arc;
 use lily_backend::{Backend, Input, Row, RowOutput, SamplingParams, StateId, Step, Want};
 use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
 use lily_model::Checkpoint;
-use lily_reference::golden::{Goldens, LOGIT_TOLERANCE, compare_logits, tiny_checkpoint, wide_checkpoint};
+use lily_reference::golden::{Goldens, compare_logits, tiny_checkpoint, wide_checkpoint};
 
 fn load(directory: std::path::PathBuf, max_chunk: usize) -> CpuBackend {
     let checkpoint = Arc::new(Checkpoint::open(directory).expect("a checkpoint"));
@@ -33,6 +33,11 @@ fn all_logits(backend: &mut CpuBackend, ids: &[u32], chunk: usize) -> Vec<f32> {
     logits
 }
 
+/// Largest difference of a logit. Inputs of linears are rounded to 16 bits, 2.4e-5 of their length in every one of a
+/// dozen linears on the way; in weights drawn at random nothing damps that. Measured: 1.4e-3 on `tiny`, 1.6e-3 on `wide`. A
+/// wrong formula moves some logit by more than 1.
+const TOLERANCE: f32 = 4e-3;
+
 #[test]
 fn tiny_logits_of_every_prompt_are_those_of_the_goldens() {
     let goldens = Goldens::tiny();
@@ -41,7 +46,7 @@ fn tiny_logits_of_every_prompt_are_those_of_the_goldens() {
         let prompt = goldens.prompt(length);
         for chunk in [512, 48, 3, 1] {
             let logits = all_logits(&mut backend, &prompt.ids, chunk);
-            let worst = compare_logits(&logits, &prompt.logits, backend.caps().vocab, LOGIT_TOLERANCE);
+            let worst = compare_logits(&logits, &prompt.logits, backend.caps().vocab, TOLERANCE);
             let worst = worst.unwrap_or_else(|e| panic!("{length} tokens in chunks of {chunk}: {e}"));
             println!("{length} tokens in chunks of {chunk}: largest difference {worst:e}");
         }
@@ -78,30 +83,36 @@ fn tiny_greedy_tokens_are_those_of_the_goldens_as_long_as_they_are_decided() {
     }
 }
 
-/// Largest difference of a logit of the wide checkpoint: 8 layers of sums in f32, in another order than mlx-lm's.
-const WIDE_TOLERANCE: f32 = 2e-3;
-/// This backend's error on a router logit of the wide checkpoint: its logits are 5e-5 apart, and router logits have passed
+/// This backend's error on a router logit of the wide checkpoint: its logits are 1.6e-3 apart, and router logits have passed
 /// fewer layers. Below it another expert may be chosen.
-const ROUTER_ERROR: f32 = 5e-5;
+const ROUTER_ERROR: f32 = 1e-3;
+/// Mean difference over all positions, those behind an expert chosen otherwise included: the numeric budget.
+const MEAN_TOLERANCE: f64 = 0.03;
 
 #[test]
 #[ignore = "needs the wide goldens: cargo xtask goldens"]
-fn wide_logits_are_those_of_the_goldens_up_to_the_first_undecided_expert() {
+fn wide_logits_are_those_of_the_goldens_up_to_the_first_undecided_expert_and_close_after_it() {
     let goldens = Goldens::wide();
     let mut backend = load(wide_checkpoint(), 512);
     let vocab = backend.caps().vocab;
-    let (mut compared, mut all) = (0, 0);
+    let mut compared = 0;
     for length in goldens.lengths() {
         let prompt = goldens.prompt(length);
         let positions = prompt.comparable_positions(ROUTER_ERROR);
-        (compared, all) = (compared + positions, all + length);
+        compared += positions;
         for chunk in [512, 48, 1] {
             let logits = all_logits(&mut backend, &prompt.ids, chunk);
             let (got, expected) = (&logits[..positions * vocab], &prompt.logits[..positions * vocab]);
-            let worst = compare_logits(got, expected, vocab, WIDE_TOLERANCE);
+            let worst = compare_logits(got, expected, vocab, TOLERANCE);
             let worst = worst.unwrap_or_else(|e| panic!("{length} tokens in chunks of {chunk}: {e}"));
-            println!("{positions} of {length} positions in chunks of {chunk}: largest difference {worst:e}");
+            let differences =
+                logits.iter().zip(&prompt.logits).map(|(got, expected)| f64::from((got - expected).abs()));
+            let mean = differences.sum::<f64>() / logits.len() as f64;
+            println!(
+                "{positions} of {length} positions in chunks of {chunk}: largest difference {worst:e}; mean of all {mean:e}"
+            );
+            assert!(mean < MEAN_TOLERANCE, "{length} tokens in chunks of {chunk}: mean difference {mean}");
         }
     }
-    assert!(compared * 2 > all, "{compared} of {all} positions were comparable");
+    assert!(compared >= 64, "{compared} positions were comparable");
 }

@@ -10,11 +10,13 @@ use lily_engine::{
     TextModel, Token, Tokenizer,
 };
 use lily_model::Checkpoint;
-use lily_reference::golden::{Goldens, LOGIT_TOLERANCE, tiny_checkpoint};
+use lily_reference::golden::{Goldens, tiny_checkpoint};
 use serde_json::{Value, json};
 
 /// Top-1 minus top-2 below which rounding may choose another token.
 const DECIDED: f32 = 1e-2;
+/// Largest error of a logit of the CPU backend on this checkpoint, as its own tests have it.
+const LOGIT_ERROR: f32 = 4e-3;
 
 /// The tokenizer of the tiny checkpoint with a token for each of its ids, so that none is masked.
 fn full_tokenizer() -> Tokenizer {
@@ -118,12 +120,12 @@ fn logprobs_are_the_log_softmax_of_the_golden_logits() {
         let found = logprobs(&tokens[0]);
         // Both terms of a log-probability are off by at most what a logit may be.
         let near =
-            |id: u32, value: f32| assert!((value - expected(id)).abs() < 2.0 * LOGIT_TOLERANCE, "{length}: {id}");
+            |id: u32, value: f32| assert!((value - expected(id)).abs() < 2.0 * LOGIT_ERROR, "{length}: {id}");
         near(tokens[0].id, found.chosen);
         assert_eq!(found.top.len(), 20);
         found.top.iter().for_each(|&(id, value)| near(id, value));
         assert!(found.top.windows(2).all(|pair| pair[0].1 >= pair[1].1));
-        let twentieth = found.top[19].1 + 4.0 * LOGIT_TOLERANCE;
+        let twentieth = found.top[19].1 + 4.0 * LOGIT_ERROR;
         let above = (0..1024).filter(|&id| expected(id) > twentieth && found.top.iter().all(|top| top.0 != id)).count();
         assert_eq!(above, 0, "a more likely token is not in the report");
     }

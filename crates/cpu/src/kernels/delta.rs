@@ -10,7 +10,7 @@
 
 use lily_model::Shape;
 
-use super::linear::{ActivationParts, Activations};
+use super::activations::{ActivationParts, Activations};
 use super::norm::{gated_norm, to_length};
 use super::{LANES, Lanes, add_product, add_scaled, kernel, mul_add, sigmoid, silu, sum, total};
 use crate::device::{Isa, Parts, Pool, with_scratch};

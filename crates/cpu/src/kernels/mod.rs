@@ -6,8 +6,10 @@
 //! that depends on nothing but the sizes of the model, so neither the number of threads nor the neighbours of a row
 //! change its bits.
 
+pub(crate) mod activations;
 pub(crate) mod attention;
 pub(crate) mod delta;
+pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod gemv;
 pub(crate) mod linear;
@@ -17,8 +19,6 @@ pub(crate) mod rope;
 pub(crate) mod sample;
 #[cfg(test)]
 mod tests;
-
-use lily_model::Shape;
 
 /// Lanes of the sums that kernels carry: the width of an AVX2 register.
 pub(crate) const LANES: usize = 8;
@@ -38,8 +38,8 @@ macro_rules! kernel {
             }
             match isa {
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: a value of `Isa::Avx2` exists only where the CPU was found to have AVX2 and FMA.
-                $crate::device::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                // SAFETY: values of these exist only where the CPU was found to have AVX2 and FMA.
+                $crate::device::Isa::Avx2 | $crate::device::Isa::Avx512 => unsafe { avx2($($arg),*) },
                 $crate::device::Isa::Portable => $body::<{ $crate::kernels::TARGET_HAS_FMA }>($($arg),*),
             }
         }
@@ -138,28 +138,4 @@ pub(crate) fn sigmoid<const FUSED: bool>(x: f32) -> f32 {
 #[inline(always)]
 pub(crate) fn silu<const FUSED: bool>(x: f32) -> f32 {
     x / (1.0 + exp::<FUSED>(-x))
-}
-
-/// One token's inputs of a linear, in the order in which kernels meet the codes: of each group of 64 first the even
-/// columns, then the odd ones, because a byte of codes holds an even and an odd column. With them the sum of each group,
-/// which every row of every matrix multiplies by its bias.
-#[derive(Clone, Copy)]
-pub(crate) struct Inputs<'a> {
-    pub(crate) values: &'a [f32],
-    pub(crate) sums: &'a [f32],
-}
-
-/// Rearranges a row into the order of [`Inputs`] and sums its groups.
-#[inline(always)]
-pub(crate) fn arrange<const FUSED: bool>(row: &[f32], values: &mut [f32], sums: &mut [f32]) {
-    let groups = row.as_chunks::<{ Shape::GROUP }>().0;
-    let arranged = values.as_chunks_mut::<{ Shape::GROUP }>().0;
-    for ((group, arranged), sum) in groups.iter().zip(arranged).zip(sums) {
-        let mut lanes = [0.0; LANES];
-        for (i, x) in group.iter().enumerate() {
-            arranged[i / 2 + i % 2 * (Shape::GROUP / 2)] = *x;
-            lanes[i % LANES] += x;
-        }
-        *sum = total(lanes);
-    }
 }

@@ -14,8 +14,11 @@ pub(crate) struct Routing {
     pub(crate) starts: Vec<usize>,
     /// The visit of each entry of `experts`.
     pub(crate) visits: Vec<u32>,
+    visited: Vec<u32>,
     /// Scratch: ids being ordered.
     order: Vec<u32>,
+    /// Scratch: where an expert's next visit goes.
+    next: Vec<usize>,
 }
 
 impl Routing {
@@ -57,19 +60,28 @@ impl Routing {
         }
         self.visitors.resize(self.experts.len(), 0);
         self.visits.resize(self.experts.len(), 0);
-        let mut next = self.starts.clone();
+        self.visited.clear();
+        let starts = &self.starts;
+        self.visited.extend((0..experts as u32).filter(|e| starts[*e as usize] < starts[*e as usize + 1]));
+        self.next.clear();
+        self.next.extend_from_slice(&self.starts);
         for (i, expert) in self.experts.iter().enumerate() {
-            let visit = &mut next[*expert as usize];
+            let visit = &mut self.next[*expert as usize];
             self.visitors[*visit] = (i / count) as u32;
             self.visits[i] = *visit as u32;
             *visit += 1;
         }
     }
 
-    /// The experts that have visitors, each with the range of its visits.
-    pub(crate) fn visited(&self) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> {
-        let ranges = self.starts.windows(2).map(|w| w[0]..w[1]);
-        ranges.enumerate().filter(|(_, range)| !range.is_empty())
+    /// The experts that have visitors.
+    pub(crate) fn visited(&self) -> &[u32] {
+        &self.visited
+    }
+
+    /// An expert of [`Routing::visited`] and the range of its visits.
+    pub(crate) fn visits(&self, expert: u32) -> (usize, std::ops::Range<usize>) {
+        let expert = expert as usize;
+        (expert, self.starts[expert]..self.starts[expert + 1])
     }
 
     /// The visits of one token with their weights, falling.

@@ -1,0 +1,259 @@
+//! [`gemm`](super::gemm) with AVX2: 4 tokens x 16 rows, which are 8 sums; with two vectors of codes, an input and a
+//! product they fill 16 registers (6 x 16 spilled and lost 10 to 25 % on Zen 3). With AVX-512: 12 tokens x 16 rows, 12
+//! sums of one wide register each, enough to hide the latency of the multiply-add.
+
+use std::arch::x86_64::*;
+use std::hint::black_box;
+
+use super::{MOST_TOKENS, Place, TILE_ROWS};
+use crate::kernels::activations::{GROUP, Inputs, Tokens};
+use crate::kernels::gemv::x86::{multiply_add, planes};
+use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRow, widen};
+use lily_model::Bits;
+
+/// Groups unpacked at a time.
+const DEPTH: usize = 4;
+/// Pairs of inputs of a group.
+const PAIRS: usize = GROUP / 2;
+
+/// 16 rows and up to [`DEPTH`] groups, unpacked: per group and pair of columns, the two codes of each row side by side.
+#[repr(align(64))]
+struct Tile {
+    codes: [[[i16; 2 * TILE_ROWS]; PAIRS]; DEPTH],
+    scales: [[f32; TILE_ROWS]; DEPTH],
+    biases: [[f32; TILE_ROWS]; DEPTH],
+}
+
+/// Makes the loop over rows, groups and tokens around a kernel for `$tokens` tokens.
+macro_rules! gemm_for {
+    ($name:ident, $features:literal, $tokens:expr, $multiply:ident) => {
+        #[target_feature(enable = $features)]
+        pub(super) fn $name(
+            w: Packed<'_>,
+            x: Tokens<'_>,
+            from: usize,
+            count: usize,
+            first: usize,
+            rows: usize,
+            out: Place<'_>,
+        ) {
+            let mut tile = Tile {
+                codes: [[[0; 2 * TILE_ROWS]; PAIRS]; DEPTH],
+                scales: [[0.0; TILE_ROWS]; DEPTH],
+                biases: [[0.0; TILE_ROWS]; DEPTH],
+            };
+            let mut sums = [[0.0; TILE_ROWS]; MOST_TOKENS];
+            for row in (0..rows).step_by(TILE_ROWS) {
+                let height = TILE_ROWS.min(rows - row);
+                sums[..count].fill([0.0; TILE_ROWS]);
+                for group in (0..w.groups).step_by(DEPTH) {
+                    let depth = DEPTH.min(w.groups - group);
+                    // Rows beyond the last are computed from it and not stored.
+                    unpack(w, &|i| w.row(first + row + i.min(height - 1)), group, depth, &mut tile);
+                    for token in (0..count).step_by($tokens) {
+                        // Likewise tokens.
+                        let x: [Inputs<'_>; $tokens] =
+                            std::array::from_fn(|i| x.row(from + (token + i).min(count - 1)));
+                        let sums = &mut sums.as_chunks_mut::<$tokens>().0[token / $tokens];
+                        $multiply(&tile, &x, group, depth, sums);
+                    }
+                }
+                for (token, sums) in sums[..count].iter().enumerate() {
+                    // SAFETY: the caller of `gemm` keeps other workers away from these rows.
+                    unsafe { out.part(token, row, height) }.copy_from_slice(&sums[..height]);
+                }
+            }
+        }
+    };
+}
+
+gemm_for!(avx2, "avx2,fma", 4, multiply_avx2);
+gemm_for!(avx512, "avx2,fma,avx512f,avx512vl,avx512vnni", 12, multiply_avx512);
+
+/// Unpacks groups `group .. group + depth` of 16 rows.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn unpack<'a>(w: Packed<'_>, row: &dyn Fn(usize) -> PackedRow<'a>, group: usize, depth: usize, tile: &mut Tile) {
+    let rows: [PackedRow<'a>; TILE_ROWS] = std::array::from_fn(row);
+    for (i, row) in rows.iter().enumerate() {
+        let (scales, biases) = (row.scales.as_chunks::<2>().0, row.biases.as_chunks::<2>().0);
+        for g in 0..depth {
+            tile.scales[g][i] = widen(scales[group + g]);
+            tile.biases[g][i] = widen(biases[group + g]);
+        }
+    }
+    for g in 0..depth {
+        for half in 0..2 {
+            let rows: &[PackedRow<'_>; 8] = &rows.as_chunks::<8>().0[half];
+            match w.bits {
+                Bits::Four => unpack4(rows, group + g, &mut tile.codes[g], half),
+                Bits::Eight => unpack8(rows, group + g, &mut tile.codes[g], half),
+            }
+        }
+    }
+}
+
+/// A group of eight rows of 4-bit codes: words of eight columns are transposed, then taken apart.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn unpack4(rows: &[PackedRow<'_>; 8], group: usize, codes: &mut [[i16; 2 * TILE_ROWS]; PAIRS], half: usize) {
+    let low = _mm256_set1_epi16(15);
+    let mut words = [_mm256_setzero_si256(); 8];
+    for (word, row) in words.iter_mut().zip(rows) {
+        let bytes = &row.codes[group * GROUP4..][..GROUP4];
+        // SAFETY: 32 bytes.
+        *word = unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) };
+    }
+    for (v, word) in transpose(words).into_iter().enumerate() {
+        let planes = [
+            _mm256_and_si256(word, low),
+            _mm256_and_si256(_mm256_srli_epi16::<4>(word), low),
+            _mm256_and_si256(_mm256_srli_epi16::<8>(word), low),
+            _mm256_srli_epi16::<12>(word),
+        ];
+        for (e, plane) in planes.into_iter().enumerate() {
+            put(&mut codes[8 * e + v], half, plane);
+        }
+    }
+}
+
+/// The same for 8-bit codes: pairs of codes are transposed.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn unpack8(rows: &[PackedRow<'_>; 8], group: usize, codes: &mut [[i16; 2 * TILE_ROWS]; PAIRS], half: usize) {
+    let mut pairs = [[_mm256_setzero_si256(); 8]; 4];
+    for (i, row) in rows.iter().enumerate() {
+        let bytes = &row.codes[group * GROUP8..][..GROUP8];
+        // SAFETY: the bytes of a group.
+        let planes = unsafe { planes::<true>(bytes.as_ptr()) };
+        for e in 0..4 {
+            pairs[e][i] = planes[e];
+        }
+    }
+    for (e, pairs) in pairs.into_iter().enumerate() {
+        for (v, pair) in transpose(pairs).into_iter().enumerate() {
+            put(&mut codes[8 * e + v], half, pair);
+        }
+    }
+}
+
+/// Eight rows of eight words to eight columns of them.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn transpose(a: [__m256i; 8]) -> [__m256i; 8] {
+    let (mut b, mut c) = (a, a);
+    for i in 0..4 {
+        b[2 * i] = _mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm256_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+    for i in [0, 4] {
+        c[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+        c[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+        c[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+        c[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for i in 0..4 {
+        b[i] = _mm256_permute2x128_si256::<0x20>(c[i], c[i + 4]);
+        b[i + 4] = _mm256_permute2x128_si256::<0x31>(c[i], c[i + 4]);
+    }
+    b
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn put(pair: &mut [i16; 2 * TILE_ROWS], half: usize, codes: __m256i) {
+    // SAFETY: 16 values from 0 or from 16 of 32.
+    unsafe { _mm256_storeu_si256(pair[16 * half..][..16].as_mut_ptr().cast(), codes) };
+}
+
+/// Adds the products of the tile with 4 tokens to `sums`.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn multiply_avx2(tile: &Tile, x: &[Inputs<'_>; 4], group: usize, depth: usize, sums: &mut [[f32; TILE_ROWS]; 4]) {
+    const TOKENS: usize = 4;
+    let mut held = [[_mm256_setzero_ps(); 2]; TOKENS];
+    for t in 0..TOKENS {
+        for i in 0..2 {
+            // SAFETY: eight floats of 16.
+            held[t][i] = unsafe { _mm256_loadu_ps(sums[t].as_ptr().add(8 * i)) };
+        }
+    }
+    // Unrolled as a whole, the loop over pairs would keep too much in flight and spill its sums.
+    let pairs_of_group = black_box(PAIRS);
+    for g in 0..depth {
+        let pairs = x.each_ref().map(|x| x.values[(group + g) * GROUP..][..GROUP].as_ptr().cast::<i32>());
+        let mut products = [[_mm256_setzero_si256(); 2]; TOKENS];
+        let codes = tile.codes[g].as_ptr().cast::<__m256i>();
+        for pair in 0..pairs_of_group {
+            // SAFETY: pair `pair` of 32, two vectors each, in a tile aligned to 64 bytes.
+            let (a, b) =
+                unsafe { (_mm256_load_si256(codes.add(2 * pair)), _mm256_load_si256(codes.add(2 * pair + 1))) };
+            for t in 0..TOKENS {
+                // SAFETY: pair `pair` of the 32 of a group.
+                let input = _mm256_set1_epi32(unsafe { pairs[t].add(pair).read_unaligned() });
+                products[t][0] = multiply_add(products[t][0], a, input);
+                products[t][1] = multiply_add(products[t][1], b, input);
+            }
+        }
+        for i in 0..2 {
+            // SAFETY: eight floats of 16.
+            let (scale, bias) = unsafe {
+                (
+                    _mm256_loadu_ps(tile.scales[g].as_ptr().add(8 * i)),
+                    _mm256_loadu_ps(tile.biases[g].as_ptr().add(8 * i)),
+                )
+            };
+            for t in 0..TOKENS {
+                let product = _mm256_mul_ps(_mm256_cvtepi32_ps(products[t][i]), _mm256_set1_ps(x[t].scales[group + g]));
+                let biased = _mm256_fmadd_ps(bias, _mm256_set1_ps(x[t].sums[group + g]), held[t][i]);
+                held[t][i] = _mm256_fmadd_ps(product, scale, biased);
+            }
+        }
+    }
+    for t in 0..TOKENS {
+        for i in 0..2 {
+            // SAFETY: eight floats of 16.
+            unsafe { _mm256_storeu_ps(sums[t].as_mut_ptr().add(8 * i), held[t][i]) };
+        }
+    }
+}
+
+/// The same for 12 tokens.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+fn multiply_avx512(tile: &Tile, x: &[Inputs<'_>; 12], group: usize, depth: usize, sums: &mut [[f32; TILE_ROWS]; 12]) {
+    const TOKENS: usize = 12;
+    let mut held = [_mm512_setzero_ps(); TOKENS];
+    for t in 0..TOKENS {
+        // SAFETY: 16 floats.
+        held[t] = unsafe { _mm512_loadu_ps(sums[t].as_ptr()) };
+    }
+    // Unrolled as a whole, the loop over pairs would keep too much in flight and spill its sums.
+    let pairs_of_group = black_box(PAIRS);
+    for g in 0..depth {
+        let pairs = x.each_ref().map(|x| x.values[(group + g) * GROUP..][..GROUP].as_ptr().cast::<i32>());
+        let mut products = [_mm512_setzero_si512(); TOKENS];
+        let codes = tile.codes[g].as_ptr().cast::<__m512i>();
+        for pair in 0..pairs_of_group {
+            // SAFETY: pair `pair` of 32, a vector each, in a tile aligned to 64 bytes.
+            let codes = unsafe { _mm512_load_si512(codes.add(pair)) };
+            for t in 0..TOKENS {
+                // SAFETY: pair `pair` of the 32 of a group.
+                let input = _mm512_set1_epi32(unsafe { pairs[t].add(pair).read_unaligned() });
+                products[t] = _mm512_dpwssd_epi32(products[t], codes, input);
+            }
+        }
+        // SAFETY: 16 floats each.
+        let (scale, bias) =
+            unsafe { (_mm512_loadu_ps(tile.scales[g].as_ptr()), _mm512_loadu_ps(tile.biases[g].as_ptr())) };
+        for t in 0..TOKENS {
+            let product = _mm512_mul_ps(_mm512_cvtepi32_ps(products[t]), _mm512_set1_ps(x[t].scales[group + g]));
+            let biased = _mm512_fmadd_ps(bias, _mm512_set1_ps(x[t].sums[group + g]), held[t]);
+            held[t] = _mm512_fmadd_ps(product, scale, biased);
+        }
+    }
+    for t in 0..TOKENS {
+        // SAFETY: 16 floats.
+        unsafe { _mm512_storeu_ps(sums[t].as_mut_ptr(), held[t]) };
+    }
+}
