@@ -119,8 +119,7 @@ fn logprobs_are_the_log_softmax_of_the_golden_logits() {
         let (tokens, _) = run(&mut engine, &mut session, &golden.ids.into(), request);
         let found = logprobs(&tokens[0]);
         // Both terms of a log-probability are off by at most what a logit may be.
-        let near =
-            |id: u32, value: f32| assert!((value - expected(id)).abs() < 2.0 * LOGIT_ERROR, "{length}: {id}");
+        let near = |id: u32, value: f32| assert!((value - expected(id)).abs() < 2.0 * LOGIT_ERROR, "{length}: {id}");
         near(tokens[0].id, found.chosen);
         assert_eq!(found.top.len(), 20);
         found.top.iter().for_each(|&(id, value)| near(id, value));

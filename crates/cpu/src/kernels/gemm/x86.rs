@@ -8,7 +8,7 @@ use std::hint::black_box;
 use super::{MOST_TOKENS, Place, TILE_ROWS};
 use crate::kernels::activations::{GROUP, Inputs, Tokens};
 use crate::kernels::gemv::x86::{multiply_add, planes};
-use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRow, widen};
+use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRow};
 use lily_model::Bits;
 
 /// Groups unpacked at a time.
@@ -43,19 +43,19 @@ macro_rules! gemm_for {
                 biases: [[0.0; TILE_ROWS]; DEPTH],
             };
             let mut sums = [[0.0; TILE_ROWS]; MOST_TOKENS];
+            // Tokens and rows beyond the last are computed from it and not stored.
+            let inputs: [Inputs<'_>; MOST_TOKENS] = std::array::from_fn(|i| x.row(from + i.min(count - 1)));
             for row in (0..rows).step_by(TILE_ROWS) {
                 let height = TILE_ROWS.min(rows - row);
+                let packed: [PackedRow<'_>; TILE_ROWS] =
+                    std::array::from_fn(|i| w.row(first + row + i.min(height - 1)));
                 sums[..count].fill([0.0; TILE_ROWS]);
                 for group in (0..w.groups).step_by(DEPTH) {
                     let depth = DEPTH.min(w.groups - group);
-                    // Rows beyond the last are computed from it and not stored.
-                    unpack(w, &|i| w.row(first + row + i.min(height - 1)), group, depth, &mut tile);
-                    for token in (0..count).step_by($tokens) {
-                        // Likewise tokens.
-                        let x: [Inputs<'_>; $tokens] =
-                            std::array::from_fn(|i| x.row(from + (token + i).min(count - 1)));
-                        let sums = &mut sums.as_chunks_mut::<$tokens>().0[token / $tokens];
-                        $multiply(&tile, &x, group, depth, sums);
+                    unpack(w.bits, &packed, group, depth, &mut tile);
+                    let tokens = inputs.as_chunks().0.iter().zip(sums.as_chunks_mut().0);
+                    for (x, sums) in tokens.take(count.div_ceil($tokens)) {
+                        $multiply(&tile, x, group, depth, sums);
                     }
                 }
                 for (token, sums) in sums[..count].iter().enumerate() {
@@ -73,23 +73,42 @@ gemm_for!(avx512, "avx2,fma,avx512f,avx512vl,avx512vnni", 12, multiply_avx512);
 /// Unpacks groups `group .. group + depth` of 16 rows.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn unpack<'a>(w: Packed<'_>, row: &dyn Fn(usize) -> PackedRow<'a>, group: usize, depth: usize, tile: &mut Tile) {
-    let rows: [PackedRow<'a>; TILE_ROWS] = std::array::from_fn(row);
-    for (i, row) in rows.iter().enumerate() {
-        let (scales, biases) = (row.scales.as_chunks::<2>().0, row.biases.as_chunks::<2>().0);
-        for g in 0..depth {
-            tile.scales[g][i] = widen(scales[group + g]);
-            tile.biases[g][i] = widen(biases[group + g]);
-        }
+fn unpack(bits: Bits, rows: &[PackedRow<'_>; TILE_ROWS], group: usize, depth: usize, tile: &mut Tile) {
+    for (i, rows) in rows.as_chunks::<4>().0.iter().enumerate() {
+        widen_columns(rows.each_ref().map(|row| row.scales), group, depth, &mut tile.scales, 4 * i);
+        widen_columns(rows.each_ref().map(|row| row.biases), group, depth, &mut tile.biases, 4 * i);
     }
-    for g in 0..depth {
-        for half in 0..2 {
-            let rows: &[PackedRow<'_>; 8] = &rows.as_chunks::<8>().0[half];
-            match w.bits {
-                Bits::Four => unpack4(rows, group + g, &mut tile.codes[g], half),
-                Bits::Eight => unpack8(rows, group + g, &mut tile.codes[g], half),
+    for (g, codes) in tile.codes[..depth].iter_mut().enumerate() {
+        for (half, rows) in rows.as_chunks::<8>().0.iter().enumerate() {
+            match bits {
+                Bits::Four => unpack4(rows, group + g, codes, half),
+                Bits::Eight => unpack8(rows, group + g, codes, half),
             }
         }
+    }
+}
+
+/// The BF16 values of groups `group .. group + depth` of four rows, in f32, to columns `column ..` of `to`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn widen_columns(rows: [&[u8]; 4], group: usize, depth: usize, to: &mut [[f32; TILE_ROWS]; DEPTH], column: usize) {
+    let mut words = [_mm_setzero_si128(); 4];
+    for (word, row) in words.iter_mut().zip(rows) {
+        let bytes = &row[2 * group..2 * (group + depth)];
+        let mut room = [0u8; 2 * DEPTH];
+        match <&[u8; 2 * DEPTH]>::try_from(bytes) {
+            Ok(all) => room = *all,
+            Err(_) => room[..bytes.len()].copy_from_slice(bytes),
+        }
+        *word = _mm_slli_epi32::<16>(_mm_cvtepu16_epi32(_mm_cvtsi64_si128(i64::from_le_bytes(room))));
+    }
+    let (a, b) = (_mm_unpacklo_epi32(words[0], words[1]), _mm_unpackhi_epi32(words[0], words[1]));
+    let (c, d) = (_mm_unpacklo_epi32(words[2], words[3]), _mm_unpackhi_epi32(words[2], words[3]));
+    let columns =
+        [_mm_unpacklo_epi64(a, c), _mm_unpackhi_epi64(a, c), _mm_unpacklo_epi64(b, d), _mm_unpackhi_epi64(b, d)];
+    for (to, values) in to.iter_mut().zip(columns) {
+        // SAFETY: four floats of the slice.
+        unsafe { _mm_storeu_si128(to[column..][..4].as_mut_ptr().cast(), values) };
     }
 }
 
