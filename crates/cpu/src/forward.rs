@@ -12,7 +12,7 @@ use crate::kernels::attention::Attention;
 use crate::kernels::delta::{Convolution, Delta, convolve, delta};
 use crate::kernels::experts::{self, Experts};
 use crate::kernels::linear::{Target, linear};
-use crate::kernels::norm::{rms_norm, sigmoid_gate};
+use crate::kernels::norm::{add_weighted, rms_norm, sigmoid_gate};
 use crate::kernels::rope::Angles;
 use crate::kernels::sigmoid;
 use crate::plan::{DeltaPlan, Plan, Scratch};
@@ -37,8 +37,7 @@ impl Forward<'_> {
         let (mut attention, mut delta) = (0, 0);
         self.embed(ids);
         for (layer, weights) in plan.weights().layers.iter().enumerate() {
-            self.norm(&weights.mixer_norm);
-            self.record_normed(Stage::of(layer, Part::MixerNorm));
+            self.norm(&weights.mixer_norm, Stage::of(layer, Part::MixerNorm));
             match &weights.mixer {
                 Mixer::Attention(weights) => {
                     self.attention(weights, attention);
@@ -49,11 +48,11 @@ impl Forward<'_> {
                     delta += 1;
                 }
             }
-            self.add_to_stream(Stage::of(layer, Part::Mixer));
-            self.norm(&weights.moe_norm);
-            self.record_normed(Stage::of(layer, Part::MoeNorm));
+            self.record_mixed(Stage::of(layer, Part::Mixer));
+            self.add_and_norm(&weights.moe_norm, Stage::of(layer, Part::MoeNorm));
             self.moe(&weights.moe, layer);
-            self.add_to_stream(Stage::of(layer, Part::Moe));
+            self.record_mixed(Stage::of(layer, Part::Moe));
+            self.add();
             self.record_stream(Stage::of(layer, Part::Layer));
         }
         self.state.tokens.extend_from_slice(ids);
@@ -189,22 +188,41 @@ impl Forward<'_> {
     }
 
     /// Norm of the residual stream, as input of the next projections.
-    fn norm(&mut self, weight: &[f32]) {
+    fn norm(&mut self, weight: &[f32], stage: Stage) {
         let (isa, eps, hidden) = (self.plan.isa, self.plan.shape().rms_eps, self.hidden());
         let Scratch { stream, normed, .. } = &mut *self.scratch;
         normed.fill(self.pool, isa, self.tokens, |token, out| {
             rms_norm(isa, &stream[token * hidden..][..hidden], weight, eps, out);
         });
+        self.record_normed(stage);
     }
 
-    /// Adds what a mixer or the MoE made to the residual stream.
-    fn add_to_stream(&mut self, stage: Stage) {
-        let len = self.tokens * self.hidden();
+    /// Adds what a mixer made to the residual stream, and norms the sum.
+    fn add_and_norm(&mut self, weight: &[f32], stage: Stage) {
+        let (isa, eps, hidden) = (self.plan.isa, self.plan.shape().rms_eps, self.hidden());
+        let Scratch { stream, normed, mixed, .. } = &mut *self.scratch;
+        normed.fill_along(self.pool, isa, self.tokens, &mut stream[..self.tokens * hidden], |token, sum, out| {
+            add_weighted(isa, sum, &mixed[token * hidden..][..hidden], 1.0);
+            rms_norm(isa, sum, weight, eps, out);
+        });
+        self.record_normed(stage);
+    }
+
+    /// Adds what the MoE made to the residual stream.
+    fn add(&mut self) {
+        let (isa, hidden) = (self.plan.isa, self.hidden());
         let Scratch { stream, mixed, .. } = &mut *self.scratch;
+        self.pool.pieces(&mut stream[..self.tokens * hidden], hidden, |token, sum| {
+            add_weighted(isa, sum, &mixed[token * hidden..][..hidden], 1.0);
+        });
+    }
+
+    /// What a mixer or the MoE made, before it is added.
+    fn record_mixed(&mut self, stage: Stage) {
+        let len = self.tokens * self.hidden();
         if let Some(trace) = &mut self.trace {
-            trace.push((stage, mixed[..len].to_vec()));
+            trace.push((stage, self.scratch.mixed[..len].to_vec()));
         }
-        stream[..len].iter_mut().zip(&mixed[..len]).for_each(|(sum, x)| *sum += x);
     }
 
     fn record_normed(&mut self, stage: Stage) {

@@ -85,13 +85,26 @@ impl Activations {
 
     /// Fills the rows of `tokens` tokens: `make` writes the plain row of a token into the slice that it is given.
     pub(crate) fn fill(&mut self, pool: &Pool, isa: Isa, tokens: usize, make: impl Fn(usize, &mut [f32]) + Sync) {
-        let width = self.width;
-        let parts = self.parts();
+        self.fill_along(pool, isa, tokens, &mut [], |token, _, plain| make(token, plain));
+    }
+
+    /// The same with `along`, `[tokens, any width]`, whose row of the token `make` may change.
+    pub(crate) fn fill_along(
+        &mut self,
+        pool: &Pool,
+        isa: Isa,
+        tokens: usize,
+        along: &mut [f32],
+        make: impl Fn(usize, &mut [f32], &mut [f32]) + Sync,
+    ) {
+        let (width, row) = (self.width, along.len() / tokens.max(1));
+        let (parts, along) = (self.parts(), Parts::new(along));
         pool.run(tokens.div_ceil(TOKENS_PER_UNIT), |unit| {
             with_scratch(width, |plain| {
                 for token in unit * TOKENS_PER_UNIT..tokens.min((unit + 1) * TOKENS_PER_UNIT) {
-                    make(token, plain);
                     // SAFETY: each token belongs to one unit.
+                    make(token, unsafe { along.part(token * row, row) }, plain);
+                    // SAFETY: as above.
                     unsafe { parts.arrange(isa, token, 0, plain) };
                 }
             });
