@@ -403,6 +403,21 @@ fn physical_cores() -> Option<usize> {
     None
 }
 
+/// Reads mapped bytes into memory ahead of their use and maps the pages; does nothing where the system cannot be asked.
+#[cfg(target_os = "linux")]
+pub(crate) fn populate(bytes: &[u8]) {
+    // SAFETY: sysconf reads a number and has no preconditions.
+    let Ok(page) = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }) else { return };
+    let start = bytes.as_ptr().addr() / page * page;
+    let len = bytes.as_ptr().addr() + bytes.len() - start;
+    // SAFETY: this advice reads pages in and changes no content; a range that is not mapped, or a kernel before 5.14, makes
+    // it an error, which leaves the pages to be read when they are touched.
+    unsafe { libc::madvise(std::ptr::without_provenance_mut(start), len, libc::MADV_POPULATE_READ) };
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn populate(_bytes: &[u8]) {}
+
 /// Memory that this process may have in bytes: of the machine, or of the container where that is less; `usize::MAX` where
 /// it is not known.
 pub(crate) fn memory_bytes() -> usize {

@@ -27,13 +27,14 @@ mod step;
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{Read, Write};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use lily_backend::{
     Backend, Caps, Error, MemoryReport, Output, Result, RowOutput, SnapshotId, StageOutput, StateId, Step, Ticket, Want,
 };
 use lily_model::Checkpoint;
 
-use device::{Buffer, Pool, default_threads, memory_bytes};
+use device::{Buffer, Pool, default_threads, memory_bytes, populate};
 use forward::Forward;
 use kernels::norm::all_finite;
 use kernels::sample::has_penalties;
@@ -83,10 +84,50 @@ pub struct CpuBackend {
     next_state: u32,
     next_snapshot: u32,
     next_ticket: u64,
+    _reader: Reader,
+}
+
+/// Reads the weights ahead of the first steps, which would otherwise wait for the disk page by page. Ends with the backend.
+struct Reader {
+    stop: Arc<AtomicBool>,
+}
+
+/// Share of the memory, in percent, that weights may take to be read ahead; larger ones would push each other out again.
+const READ_AHEAD_PERCENT: usize = 90;
+
+impl Reader {
+    fn start(checkpoint: Arc<Checkpoint>) -> Reader {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        if checkpoint.weights.quantized_bytes() > memory_bytes() / 100 * READ_AHEAD_PERCENT {
+            return Reader { stop };
+        }
+        let read = move || {
+            for matrix in checkpoint.weights.matrices() {
+                for bytes in [&matrix.codes, &matrix.scales, &matrix.biases] {
+                    if stopped.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    populate(bytes);
+                }
+            }
+        };
+        // Without the thread, weights are read when they are first used.
+        let started = std::thread::Builder::new().name("lily-cpu-reader".into()).spawn(read);
+        tracing::debug!(started = started.is_ok(), "weights are being read ahead");
+        Reader { stop }
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
 }
 
 impl CpuBackend {
-    /// Plans for a checkpoint and starts the threads. Weight data is not touched.
+    /// Plans for a checkpoint and starts the threads. Weights are read into memory behind its back, in the order of the
+    /// forward pass, if they all fit.
     ///
     /// Fails with [`Error::OutOfMemory`] if the scratch memory for `max_chunk` does not fit, with [`Error::Unavailable`]
     /// if the checkpoint's sizes are none that the kernels have.
@@ -108,6 +149,7 @@ impl CpuBackend {
             vocab: shape.vocab,
         };
         tracing::debug!(name = caps.name, scratch_bytes = scratch.bytes(), "loaded");
+        let reader = Reader::start(Arc::clone(&plan.checkpoint));
         Ok(CpuBackend {
             caps,
             plan,
@@ -120,6 +162,7 @@ impl CpuBackend {
             next_state: 0,
             next_snapshot: 0,
             next_ticket: 0,
+            _reader: reader,
         })
     }
 

@@ -49,7 +49,6 @@ impl Place<'_> {
 /// and its token.
 ///
 /// No other worker may be given the same elements of `out` at the same time.
-#[expect(clippy::too_many_arguments, reason = "three ranges and a place; a struct would only repeat them")]
 pub(crate) fn gemm(
     isa: Isa,
     w: Packed<'_>,

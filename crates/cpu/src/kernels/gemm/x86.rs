@@ -191,11 +191,9 @@ fn put(pair: &mut [i16; 2 * TILE_ROWS], half: usize, codes: __m256i) {
 fn multiply_avx2(tile: &Tile, x: &[Inputs<'_>; 4], group: usize, depth: usize, sums: &mut [[f32; TILE_ROWS]; 4]) {
     const TOKENS: usize = 4;
     let mut held = [[_mm256_setzero_ps(); 2]; TOKENS];
-    for t in 0..TOKENS {
-        for i in 0..2 {
-            // SAFETY: eight floats of 16.
-            held[t][i] = unsafe { _mm256_loadu_ps(sums[t].as_ptr().add(8 * i)) };
-        }
+    for (held, sums) in held.iter_mut().zip(&*sums) {
+        // SAFETY: eight floats of 16 each.
+        *held = unsafe { [_mm256_loadu_ps(sums.as_ptr()), _mm256_loadu_ps(sums.as_ptr().add(8))] };
     }
     // Unrolled as a whole, the loop over pairs would keep too much in flight and spill its sums.
     let pairs_of_group = black_box(PAIRS);
@@ -229,10 +227,11 @@ fn multiply_avx2(tile: &Tile, x: &[Inputs<'_>; 4], group: usize, depth: usize, s
             }
         }
     }
-    for t in 0..TOKENS {
-        for i in 0..2 {
-            // SAFETY: eight floats of 16.
-            unsafe { _mm256_storeu_ps(sums[t].as_mut_ptr().add(8 * i), held[t][i]) };
+    for (held, sums) in held.iter().zip(sums) {
+        // SAFETY: eight floats of 16 each.
+        unsafe {
+            _mm256_storeu_ps(sums.as_mut_ptr(), held[0]);
+            _mm256_storeu_ps(sums.as_mut_ptr().add(8), held[1]);
         }
     }
 }
