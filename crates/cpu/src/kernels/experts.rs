@@ -13,7 +13,7 @@ use lily_model::{Mlp, MoeWeights};
 use super::activations::{ActivationParts, Activations, Tokens};
 use super::gemm::{self, Place, TILE_ROWS, gemm};
 use super::gemv::Packed;
-use super::linear::{INNER_ROWS, multiply, pair, rows_per_unit, uses_gemm};
+use super::linear::{INNER_ROWS, multiply, pairs, rows_per_unit, uses_gemm};
 use super::moe::Routing;
 use super::norm::{add_weighted, swiglu};
 use crate::device::{Buffer, Isa, Parts, Pool, with_scratch};
@@ -88,12 +88,10 @@ fn gate_up_rows(
                 gemm(isa, gate, x, from, count, row, N, place(0));
                 gemm(isa, up, x, from, count, row, N, place(1));
             } else {
-                for i in 0..N {
-                    pair(isa, gate.bits, [gate.row(row + i), up.row(row + i)], x, |token, [gate, up]| {
-                        products[2 * token * N + i] = gate;
-                        products[(2 * token + 1) * N + i] = up;
-                    });
-                }
+                pairs(isa, gate.bits, [gate.rows(row, N), up.rows(row, N)], N, x, |i, token, [gate, up]| {
+                    products[2 * token * N + i] = gate;
+                    products[(2 * token + 1) * N + i] = up;
+                });
             }
             for (token, products) in products[..2 * count * N].as_chunks::<{ 2 * N }>().0.iter().enumerate() {
                 let (gate, up) = products.split_at(N);
@@ -144,16 +142,15 @@ fn down_one(
     let bytes = e.per_token * Packed::of(experts, 0).row_bytes() + Packed::of(own, 0).row_bytes();
     let rows = rows_per_unit(out.len(), bytes, 1, pool.threads(), 2);
     let add = |w: Packed<'_>, x: Tokens<'_>, weight: f32, first: usize, out: &mut [f32]| {
-        let half = out.len().div_ceil(2);
-        for row in 0..half {
-            let other = (row + half).min(out.len() - 1);
-            pair(isa, w.bits, [w.row(first + row), w.row(first + other)], x, |_, [a, b]| {
-                out[row] += weight * a;
-                if other != row {
-                    out[other] += weight * b;
-                }
-            });
-        }
+        // Halves overlap in one row if their number is odd.
+        let (rows, half) = (out.len(), out.len().div_ceil(2));
+        let ranges = [w.rows(first, half), w.rows(first + rows - half, half)];
+        pairs(isa, w.bits, ranges, half, x, |row, _, [a, b]| {
+            out[row] += weight * a;
+            if row >= 2 * half - rows {
+                out[rows - half + row] += weight * b;
+            }
+        });
     };
     pool.pieces(out, rows, |unit, out| {
         out.fill(0.0);

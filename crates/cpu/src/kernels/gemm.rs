@@ -70,10 +70,11 @@ pub(crate) fn gemm(
         Isa::Portable => {
             for token in 0..count {
                 for row in 0..rows {
-                    let packed = w.row(first + row);
-                    let [[product], _] = gemv(isa, w.bits, [packed, packed], &[x.row(from + token)]);
+                    let packed = w.rows(first + row, 1);
+                    let mut product = [[[0.0; 2]]];
+                    gemv(isa, w.bits, [packed, packed], &[x.row(from + token)], &mut product);
                     // SAFETY: the caller of `gemm` keeps other workers away from these rows.
-                    unsafe { out.part(token, row, 1)[0] = product };
+                    unsafe { out.part(token, row, 1)[0] = product[0][0][0] };
                 }
             }
         }

@@ -1,13 +1,13 @@
 //! `gemv`: a few tokens through rows of packed matrices, each row read once.
 //!
 //! In: [`Inputs`] of each token; codes of 4 or 8 bits with BF16 scales and biases per group of 64, in the bytes of the
-//! file. Out: one f32 per token and row. The work of one call is two rows that lie far apart. Bytes moved: the packed
-//! rows, 36 per group of 4-bit codes.
+//! file. Out: one f32 per token and row. The work of one call is two ranges of rows that lie far apart, read side by side.
+//! Bytes moved: the packed rows, 36 per group of 4-bit codes.
 //!
 //! `y = sum_g ( scale_g * scale(x)_g * sum_i q_i code_i + bias_g * sum(x)_g )`: nothing is dequantized, and the inner sum
 //! is one of integers. Reference: `lily_reference::ops::linear` on the rounded inputs.
 //!
-//! Why two rows: one stream of codes does not keep enough reads in flight, and rows next to each other share pages and
+//! Why two ranges: one stream of codes does not keep enough reads in flight, and rows next to each other share pages and
 //! halve the speed (measured on Zen 3: 59 to 73 % of a plain read with one row, 32 to 54 % with adjacent ones, 76 to
 //! 104 % with two far apart).
 
@@ -36,12 +36,21 @@ pub(crate) struct Packed<'a> {
     pub(crate) biases: &'a [u8],
 }
 
-/// One row of it.
+/// Some rows of it, one after the other.
 #[derive(Clone, Copy)]
-pub(crate) struct PackedRow<'a> {
+pub(crate) struct PackedRows<'a> {
     pub(crate) codes: &'a [u8],
     pub(crate) scales: &'a [u8],
     pub(crate) biases: &'a [u8],
+}
+
+impl<'a> PackedRows<'a> {
+    /// Rows `first .. first + count` of these `rows`.
+    #[inline(always)]
+    pub(crate) fn part(self, rows: usize, first: usize, count: usize) -> PackedRows<'a> {
+        let part = |bytes: &'a [u8]| &bytes[bytes.len() / rows * first..][..bytes.len() / rows * count];
+        PackedRows { codes: part(self.codes), scales: part(self.scales), biases: part(self.biases) }
+    }
 }
 
 impl<'a> Packed<'a> {
@@ -63,54 +72,65 @@ impl<'a> Packed<'a> {
         self.groups * (self.bits.bytes(GROUP) + 4)
     }
 
-    /// Codes, scales and biases of one row.
+    /// Codes, scales and biases of rows `first .. first + count`.
     #[inline(always)]
-    pub(crate) fn row(&self, row: usize) -> PackedRow<'a> {
+    pub(crate) fn rows(&self, first: usize, count: usize) -> PackedRows<'a> {
         let (code_bytes, group_bytes) = (self.groups * self.bits.bytes(GROUP), 2 * self.groups);
-        PackedRow {
-            codes: &self.codes[row * code_bytes..][..code_bytes],
-            scales: &self.scales[row * group_bytes..][..group_bytes],
-            biases: &self.biases[row * group_bytes..][..group_bytes],
+        PackedRows {
+            codes: &self.codes[first * code_bytes..][..count * code_bytes],
+            scales: &self.scales[first * group_bytes..][..count * group_bytes],
+            biases: &self.biases[first * group_bytes..][..count * group_bytes],
         }
     }
 }
 
-/// Two rows of equal length, of one matrix or of two, times each of up to [`MOST_TOKENS`] tokens: `[row][token]`.
+/// Products of a row of each range with a token.
+pub(crate) type Pair = [f32; 2];
+
+/// Two ranges of rows of `groups` groups, of one matrix or of two, times each of up to [`MOST_TOKENS`] tokens. Writes
+/// `[rows, tokens]`, which says how many rows the ranges have.
 ///
 /// A product does not depend on the tokens beside it.
 pub(crate) fn gemv<const TOKENS: usize>(
     isa: Isa,
     bits: Bits,
-    rows: [PackedRow<'_>; 2],
+    ranges: [PackedRows<'_>; 2],
     x: &[Inputs<'_>; TOKENS],
-) -> [[f32; TOKENS]; 2] {
+    out: &mut [[Pair; TOKENS]],
+) {
     match (isa, bits) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a value of `Isa::Avx2` exists only where the CPU was found to have AVX2 and FMA.
-        (Isa::Avx2, Bits::Four) => unsafe { x86::avx2::gemv::<TOKENS, false>(rows, x) },
+        (Isa::Avx2, Bits::Four) => unsafe { x86::avx2::gemv::<TOKENS, false>(ranges, x, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        (Isa::Avx2, Bits::Eight) => unsafe { x86::avx2::gemv::<TOKENS, true>(rows, x) },
+        (Isa::Avx2, Bits::Eight) => unsafe { x86::avx2::gemv::<TOKENS, true>(ranges, x, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a value of `Isa::Avx512` exists only where the CPU was found to have what `avx512` enables.
-        (Isa::Avx512, Bits::Four) => unsafe { x86::avx512::gemv::<TOKENS, false>(rows, x) },
+        (Isa::Avx512, Bits::Four) => unsafe { x86::avx512::gemv::<TOKENS, false>(ranges, x, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        (Isa::Avx512, Bits::Eight) => unsafe { x86::avx512::gemv::<TOKENS, true>(rows, x) },
-        (Isa::Portable, _) => rows.map(|row| x.map(|x| dot(bits, row, x))),
+        (Isa::Avx512, Bits::Eight) => unsafe { x86::avx512::gemv::<TOKENS, true>(ranges, x, out) },
+        (Isa::Portable, _) => {
+            for (row, out) in out.iter_mut().enumerate() {
+                *out = x.map(|x| ranges.map(|range| dot(bits, range, row, x)));
+            }
+        }
     }
 }
 
-/// One row and one token.
-fn dot(bits: Bits, row: PackedRow<'_>, x: Inputs<'_>) -> f32 {
+/// Row `row` of a range times one token.
+fn dot(bits: Bits, range: PackedRows<'_>, row: usize, x: Inputs<'_>) -> f32 {
+    let groups = x.values.len() / GROUP;
+    let at = row * groups;
+    let (scales, biases) = (&range.scales.as_chunks().0[at..], &range.biases.as_chunks().0[at..]);
     let mut sum = 0.0;
-    let groups = row.scales.as_chunks().0.iter().zip(row.biases.as_chunks().0).zip(x.values.as_chunks::<GROUP>().0);
-    for (g, ((scale, bias), x_values)) in groups.enumerate() {
+    for (g, values) in x.values.as_chunks::<GROUP>().0.iter().enumerate() {
         let product = match bits {
-            Bits::Four => product(&codes4(&row.codes.as_chunks().0[g]), x_values),
-            Bits::Eight => product(&codes8(&row.codes.as_chunks().0[g]), x_values),
+            Bits::Four => product(&codes4(&range.codes.as_chunks().0[at + g]), values),
+            Bits::Eight => product(&codes8(&range.codes.as_chunks().0[at + g]), values),
         };
-        sum += widen(*scale) * x.scales[g] * product as f32 + widen(*bias) * x.sums[g];
+        sum += widen(scales[g]) * x.scales[g] * product as f32 + widen(biases[g]) * x.sums[g];
     }
     sum
 }
@@ -146,6 +166,6 @@ fn codes8(bytes: &[u8; GROUP8]) -> [i16; GROUP] {
 
 /// A BF16 value.
 #[inline(always)]
-pub(crate) fn widen(bytes: [u8; 2]) -> f32 {
+fn widen(bytes: [u8; 2]) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }

@@ -4,11 +4,11 @@
 //! rows through [`gemv`](super::gemv), many go through [`gemm`](super::gemm).
 //! Reference: `lily_reference::ops::linear`.
 
-use lily_model::{QuantMatrix, Shape};
+use lily_model::{Bits, QuantMatrix, Shape};
 
 use super::activations::{Inputs, Tokens};
 use super::gemm::{self, Place, TILE_ROWS, gemm};
-use super::gemv::{self, Packed, PackedRow, gemv};
+use super::gemv::{MOST_TOKENS, Packed, PackedRows, Pair, gemv};
 use crate::device::{Isa, Parts, Pool};
 
 /// From so many tokens on, rows are unpacked for all of them.
@@ -78,44 +78,64 @@ pub(crate) fn multiply(isa: Isa, w: Packed<'_>, x: Tokens<'_>, first: usize, row
         }
         return;
     }
-    // The second of an odd number of rows is its own neighbour.
+    // Halves overlap in one row if their number is odd.
     let half = rows.div_ceil(2);
-    for row in 0..half {
-        let other = (row + half).min(rows - 1);
-        pair(isa, w.bits, [w.row(first + row), w.row(first + other)], x, |token, [a, b]| {
-            // SAFETY: the caller keeps other workers away from these rows.
-            unsafe {
-                out.part(token, row, 1)[0] = a;
-                out.part(token, other, 1)[0] = b;
+    let ranges = [w.rows(first, half), w.rows(first + rows - half, half)];
+    pairs(isa, w.bits, ranges, half, x, |row, token, [a, b]| {
+        // SAFETY: the caller keeps other workers away from these rows.
+        unsafe {
+            out.part(token, row, 1)[0] = a;
+            out.part(token, rows - half + row, 1)[0] = b;
+        }
+    });
+}
+
+/// Rows of a range that are multiplied before their products are taken.
+const ROWS_PER_CALL: usize = 16;
+
+/// Two ranges of `rows` rows times every token; `take` gets the row, the token and the products.
+#[inline]
+pub(crate) fn pairs(
+    isa: Isa,
+    bits: Bits,
+    ranges: [PackedRows<'_>; 2],
+    rows: usize,
+    x: Tokens<'_>,
+    mut take: impl FnMut(usize, usize, Pair),
+) {
+    for first in (0..rows).step_by(ROWS_PER_CALL) {
+        let count = ROWS_PER_CALL.min(rows - first);
+        let ranges = ranges.map(|range| range.part(rows, first, count));
+        // All tokens before the next rows: these stay in the first-level cache.
+        for from in (0..x.len()).step_by(MOST_TOKENS) {
+            let mut take = |row, token, pair| take(first + row, from + token, pair);
+            match x.len() - from {
+                1 => some::<1>(isa, bits, ranges, count, x, from, &mut take),
+                2 => some::<2>(isa, bits, ranges, count, x, from, &mut take),
+                3 => some::<3>(isa, bits, ranges, count, x, from, &mut take),
+                _ => some::<4>(isa, bits, ranges, count, x, from, &mut take),
             }
-        });
+        }
     }
 }
 
-/// Two rows times every token; `take` gets each token's products.
+/// The same for tokens `from .. from + TOKENS` and few rows.
 #[inline]
-pub(crate) fn pair(
+fn some<const TOKENS: usize>(
     isa: Isa,
-    bits: lily_model::Bits,
-    rows: [PackedRow<'_>; 2],
+    bits: Bits,
+    ranges: [PackedRows<'_>; 2],
+    rows: usize,
     x: Tokens<'_>,
-    mut take: impl FnMut(usize, [f32; 2]),
+    from: usize,
+    take: &mut impl FnMut(usize, usize, Pair),
 ) {
-    let mut at = |from: usize, products: [&[f32]; 2]| {
-        for (i, (a, b)) in products[0].iter().zip(products[1]).enumerate() {
-            take(from + i, [*a, *b]);
-        }
-    };
-    for from in (0..x.len()).step_by(gemv::MOST_TOKENS) {
-        let inputs = |i: usize| -> Inputs<'_> { x.row(from + i) };
-        match x.len() - from {
-            1 => at(from, gemv(isa, bits, rows, &[inputs(0)]).each_ref().map(|p| &p[..])),
-            2 => at(from, gemv(isa, bits, rows, &[inputs(0), inputs(1)]).each_ref().map(|p| &p[..])),
-            3 => at(from, gemv(isa, bits, rows, &[inputs(0), inputs(1), inputs(2)]).each_ref().map(|p| &p[..])),
-            _ => at(
-                from,
-                gemv(isa, bits, rows, &[inputs(0), inputs(1), inputs(2), inputs(3)]).each_ref().map(|p| &p[..]),
-            ),
+    let inputs: [Inputs<'_>; TOKENS] = std::array::from_fn(|i| x.row(from + i));
+    let mut products = [[[0.0; 2]; TOKENS]; ROWS_PER_CALL];
+    gemv(isa, bits, ranges, &inputs, &mut products[..rows]);
+    for (row, products) in products[..rows].iter().enumerate() {
+        for (token, pair) in products.iter().enumerate() {
+            take(row, token, *pair);
         }
     }
 }

@@ -8,7 +8,7 @@ use std::hint::black_box;
 use super::{MOST_TOKENS, Place, TILE_ROWS};
 use crate::kernels::activations::{GROUP, Inputs, Tokens};
 use crate::kernels::gemv::x86::{multiply_add, planes};
-use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRow};
+use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRows};
 use lily_model::Bits;
 
 /// Groups unpacked at a time.
@@ -47,8 +47,8 @@ macro_rules! gemm_for {
             let inputs: [Inputs<'_>; MOST_TOKENS] = std::array::from_fn(|i| x.row(from + i.min(count - 1)));
             for row in (0..rows).step_by(TILE_ROWS) {
                 let height = TILE_ROWS.min(rows - row);
-                let packed: [PackedRow<'_>; TILE_ROWS] =
-                    std::array::from_fn(|i| w.row(first + row + i.min(height - 1)));
+                let packed: [PackedRows<'_>; TILE_ROWS] =
+                    std::array::from_fn(|i| w.rows(first + row + i.min(height - 1), 1));
                 sums[..count].fill([0.0; TILE_ROWS]);
                 for group in (0..w.groups).step_by(DEPTH) {
                     let depth = DEPTH.min(w.groups - group);
@@ -73,7 +73,7 @@ gemm_for!(avx512, "avx2,fma,avx512f,avx512vl,avx512vnni", 12, multiply_avx512);
 /// Unpacks groups `group .. group + depth` of 16 rows.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn unpack(bits: Bits, rows: &[PackedRow<'_>; TILE_ROWS], group: usize, depth: usize, tile: &mut Tile) {
+fn unpack(bits: Bits, rows: &[PackedRows<'_>; TILE_ROWS], group: usize, depth: usize, tile: &mut Tile) {
     for (i, rows) in rows.as_chunks::<4>().0.iter().enumerate() {
         widen_columns(rows.each_ref().map(|row| row.scales), group, depth, &mut tile.scales, 4 * i);
         widen_columns(rows.each_ref().map(|row| row.biases), group, depth, &mut tile.biases, 4 * i);
@@ -115,7 +115,7 @@ fn widen_columns(rows: [&[u8]; 4], group: usize, depth: usize, to: &mut [[f32; T
 /// A group of eight rows of 4-bit codes: words of eight columns are transposed, then taken apart.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn unpack4(rows: &[PackedRow<'_>; 8], group: usize, codes: &mut [[i16; 2 * TILE_ROWS]; PAIRS], half: usize) {
+fn unpack4(rows: &[PackedRows<'_>; 8], group: usize, codes: &mut [[i16; 2 * TILE_ROWS]; PAIRS], half: usize) {
     let low = _mm256_set1_epi16(15);
     let mut words = [_mm256_setzero_si256(); 8];
     for (word, row) in words.iter_mut().zip(rows) {
@@ -139,7 +139,7 @@ fn unpack4(rows: &[PackedRow<'_>; 8], group: usize, codes: &mut [[i16; 2 * TILE_
 /// The same for 8-bit codes: pairs of codes are transposed.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn unpack8(rows: &[PackedRow<'_>; 8], group: usize, codes: &mut [[i16; 2 * TILE_ROWS]; PAIRS], half: usize) {
+fn unpack8(rows: &[PackedRows<'_>; 8], group: usize, codes: &mut [[i16; 2 * TILE_ROWS]; PAIRS], half: usize) {
     let mut pairs = [[_mm256_setzero_si256(); 8]; 4];
     for (i, row) in rows.iter().enumerate() {
         let bytes = &row.codes[group * GROUP8..][..GROUP8];

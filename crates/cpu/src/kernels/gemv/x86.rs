@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{GROUP4, GROUP8, PackedRow};
+use super::{GROUP4, GROUP8, PackedRows, Pair};
 use crate::kernels::activations::{GROUP, Inputs};
 
 /// How far ahead of the codes in use the next ones are asked for; between 1 and 8 KB it made no difference on Zen 3,
@@ -11,6 +11,8 @@ use crate::kernels::activations::{GROUP, Inputs};
 const PREFETCH_BYTES: usize = 2048;
 /// Groups whose scales are widened at a time.
 const BLOCK: usize = 8;
+/// Groups whose scales are held at a time: all of a row of 4096.
+const SPAN: usize = 64;
 
 /// Makes the kernel for a set of features, with the instruction that adds products of pairs.
 macro_rules! gemv_for {
@@ -20,73 +22,76 @@ macro_rules! gemv_for {
 
             #[target_feature(enable = $features)]
             pub(in super::super) fn gemv<const TOKENS: usize, const EIGHT: bool>(
-                rows: [PackedRow<'_>; 2],
+                ranges: [PackedRows<'_>; 2],
                 x: &[Inputs<'_>; TOKENS],
-            ) -> [[f32; TOKENS]; 2] {
-                let groups = rows[0].scales.len() / 2;
+                out: &mut [[Pair; TOKENS]],
+            ) {
+                let groups = x[0].values.len() / GROUP;
                 let group_bytes = if EIGHT { GROUP8 } else { GROUP4 };
-                for row in &rows {
-                    assert!(row.codes.len() == groups * group_bytes);
-                    assert!(row.scales.len() == 2 * groups && row.biases.len() == 2 * groups);
+                for range in &ranges {
+                    assert!(range.codes.len() == out.len() * groups * group_bytes);
+                    assert!(range.scales.len() == out.len() * 2 * groups && range.biases.len() == range.scales.len());
                 }
                 for x in x {
                     assert!(x.values.len() == groups * GROUP);
                     assert!(x.scales.len() >= groups.next_multiple_of(BLOCK) && x.sums.len() == x.scales.len());
                 }
-                let mut sums = [[_mm256_setzero_ps(); TOKENS]; 2];
-                for block in (0..groups).step_by(BLOCK) {
-                    let count = BLOCK.min(groups - block);
-                    // Scale of the row times scale of the token, per group.
-                    let mut scales = [[[0f32; BLOCK]; TOKENS]; 2];
-                    for r in 0..2 {
-                        let scale = widen_block(rows[r].scales, block, count);
-                        let bias = widen_block(rows[r].biases, block, count);
-                        for t in 0..TOKENS {
-                            // SAFETY: eight floats from `block`, a multiple of eight, of slices that end on one.
-                            let (x_scale, x_sum) = unsafe {
-                                (
-                                    _mm256_loadu_ps(x[t].scales.as_ptr().add(block)),
-                                    _mm256_loadu_ps(x[t].sums.as_ptr().add(block)),
-                                )
-                            };
-                            // SAFETY: eight floats into eight.
-                            unsafe { _mm256_storeu_ps(scales[r][t].as_mut_ptr(), _mm256_mul_ps(scale, x_scale)) };
-                            sums[r][t] = _mm256_fmadd_ps(bias, x_sum, sums[r][t]);
+                // Scale of the row times scale of the token, per group.
+                let mut scales = [[[0f32; SPAN]; TOKENS]; 2];
+                for (row, out) in out.iter_mut().enumerate() {
+                    let mut sums = [[_mm256_setzero_ps(); TOKENS]; 2];
+                    for span in (0..groups).step_by(SPAN) {
+                        let end = groups.min(span + SPAN);
+                        for block in (span..end).step_by(BLOCK) {
+                            let (at, count) = (row * groups + block, BLOCK.min(end - block));
+                            for r in 0..2 {
+                                let scale = widen_block(ranges[r].scales, at, count);
+                                let bias = widen_block(ranges[r].biases, at, count);
+                                for t in 0..TOKENS {
+                                    // SAFETY: eight floats from `block`, a multiple of eight, of slices that end on one.
+                                    let (x_scale, x_sum) = unsafe {
+                                        (
+                                            _mm256_loadu_ps(x[t].scales.as_ptr().add(block)),
+                                            _mm256_loadu_ps(x[t].sums.as_ptr().add(block)),
+                                        )
+                                    };
+                                    let scale = _mm256_mul_ps(scale, x_scale);
+                                    // SAFETY: eight floats of 64 from a multiple of eight below 64.
+                                    unsafe { _mm256_storeu_ps(scales[r][t].as_mut_ptr().add(block - span), scale) };
+                                    sums[r][t] = _mm256_fmadd_ps(bias, x_sum, sums[r][t]);
+                                }
+                            }
                         }
-                    }
-                    for g in 0..count {
-                        let group = block + g;
-                        for r in 0..2 {
-                            // SAFETY: group `group` of `groups`, whose lengths were checked; a prefetch may point
-                            // anywhere.
-                            let planes = unsafe {
-                                let codes = rows[r].codes.as_ptr().add(group * group_bytes);
-                                _mm_prefetch::<_MM_HINT_T0>(codes.wrapping_add(PREFETCH_BYTES).cast());
-                                planes::<EIGHT>(codes)
-                            };
-                            for t in 0..TOKENS {
-                                // SAFETY: group `group` of the token's values, whose length was checked.
-                                let product = unsafe {
-                                    let values = x[t].values.as_ptr().add(group * GROUP).cast::<__m256i>();
-                                    let product = _mm256_madd_epi16(planes[0], _mm256_loadu_si256(values));
-                                    let product = $multiply_add(product, planes[1], _mm256_loadu_si256(values.add(1)));
-                                    let other = _mm256_madd_epi16(planes[2], _mm256_loadu_si256(values.add(2)));
-                                    let other = $multiply_add(other, planes[3], _mm256_loadu_si256(values.add(3)));
-                                    _mm256_add_epi32(product, other)
+                        for group in span..end {
+                            for r in 0..2 {
+                                // SAFETY: group `group` of a row of a range whose length was checked; a prefetch may
+                                // point anywhere.
+                                let planes = unsafe {
+                                    let codes = ranges[r].codes.as_ptr().add((row * groups + group) * group_bytes);
+                                    _mm_prefetch::<_MM_HINT_T0>(codes.wrapping_add(PREFETCH_BYTES).cast());
+                                    planes::<EIGHT>(codes)
                                 };
-                                let scale = _mm256_set1_ps(scales[r][t][g]);
-                                sums[r][t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), scale, sums[r][t]);
+                                for t in 0..TOKENS {
+                                    // SAFETY: group `group` of the token's values, whose length was checked.
+                                    let product = unsafe {
+                                        let values = x[t].values.as_ptr().add(group * GROUP).cast::<__m256i>();
+                                        let product = _mm256_madd_epi16(planes[0], _mm256_loadu_si256(values));
+                                        let product =
+                                            $multiply_add(product, planes[1], _mm256_loadu_si256(values.add(1)));
+                                        let other = _mm256_madd_epi16(planes[2], _mm256_loadu_si256(values.add(2)));
+                                        let other = $multiply_add(other, planes[3], _mm256_loadu_si256(values.add(3)));
+                                        _mm256_add_epi32(product, other)
+                                    };
+                                    let scale = _mm256_set1_ps(scales[r][t][group - span]);
+                                    sums[r][t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), scale, sums[r][t]);
+                                }
                             }
                         }
                     }
-                }
-                let mut totals = [[0.0; TOKENS]; 2];
-                for r in 0..2 {
                     for t in 0..TOKENS {
-                        totals[r][t] = total(sums[r][t]);
+                        out[t] = [total(sums[0][t]), total(sums[1][t])];
                     }
                 }
-                totals
             }
         }
     };
@@ -141,11 +146,11 @@ pub(in crate::kernels) unsafe fn planes<const EIGHT: bool>(codes: *const u8) -> 
     ]
 }
 
-/// BF16 values `block .. block + count` in f32, then zeros.
+/// BF16 values `first .. first + count` in f32, then zeros.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn widen_block(values: &[u8], block: usize, count: usize) -> __m256 {
-    let bytes = &values[2 * block..2 * (block + count)];
+fn widen_block(values: &[u8], first: usize, count: usize) -> __m256 {
+    let bytes = &values[2 * first..2 * (first + count)];
     let mut room = [0u8; 2 * BLOCK];
     let from = match bytes.len() == room.len() {
         true => bytes,
