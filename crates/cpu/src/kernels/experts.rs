@@ -12,11 +12,14 @@ use lily_model::{Mlp, MoeWeights};
 
 use super::activations::{ActivationParts, Activations, Tokens};
 use super::gemm::{self, Place, TILE_ROWS, gemm};
-use super::gemv::Packed;
+use super::gemv::{Packed, PackedRows};
 use super::linear::{INNER_ROWS, multiply, pairs, rows_per_unit, uses_gemm};
 use super::moe::Routing;
 use super::norm::{add_weighted, swiglu};
 use crate::device::{Buffer, Isa, Parts, Pool, with_scratch};
+
+/// Parts into which a worker's share of the rows of `down` is cut where there is one token.
+const DOWN_UNITS_PER_WORKER: usize = 4;
 
 /// What stands between the matrices of a block, for a number of visits.
 pub(crate) struct Inner {
@@ -139,26 +142,27 @@ fn down_one(
     out: &mut [f32],
 ) {
     let (experts, own) = (&e.weights.experts.down, &e.weights.shared.down);
-    let bytes = e.per_token * Packed::of(experts, 0).row_bytes() + Packed::of(own, 0).row_bytes();
-    let rows = rows_per_unit(out.len(), bytes, 1, pool.threads(), 2);
-    let add = |w: Packed<'_>, x: Tokens<'_>, weight: f32, first: usize, out: &mut [f32]| {
-        // Halves overlap in one row if their number is odd.
-        let (rows, half) = (out.len(), out.len().div_ceil(2));
-        let ranges = [w.rows(first, half), w.rows(first + rows - half, half)];
-        pairs(isa, w.bits, ranges, half, x, |row, _, [a, b]| {
-            out[row] += weight * a;
-            if row >= 2 * half - rows {
-                out[rows - half + row] += weight * b;
-            }
-        });
-    };
+    // Few and large: in each, every expert is a new place to read from.
+    let rows = out.len().div_ceil(pool.threads() * DOWN_UNITS_PER_WORKER).next_multiple_of(2);
     pool.pieces(out, rows, |unit, out| {
         out.fill(0.0);
+        let (first, rows, half) = (unit * rows, out.len(), out.len().div_ceil(2));
+        let mut add = |w: Packed<'_>, next: Packed<'_>, x: Tokens<'_>, weight: f32| {
+            next.halves(first, rows).iter().for_each(PackedRows::prefetch);
+            pairs(isa, w.bits, w.halves(first, rows), half, x, |row, _, [a, b]| {
+                out[row] += weight * a;
+                // Otherwise the halves overlap here.
+                if row >= 2 * half - rows {
+                    out[rows - half + row] += weight * b;
+                }
+            });
+        };
+        let (own, chosen) = (Packed::of(own, 0), |i: usize| Packed::of(experts, e.routing.experts[i] as usize));
         for (i, (visit, weight)) in e.routing.of_token(0, e.per_token).enumerate() {
-            let expert = e.routing.experts[i] as usize;
-            add(Packed::of(experts, expert), Tokens::range(routed, visit, 1), weight, unit * rows, out);
+            let next = if i + 1 < e.per_token { chosen(i + 1) } else { own };
+            add(chosen(i), next, Tokens::range(routed, visit, 1), weight);
         }
-        add(Packed::of(own, 0), Tokens::range(shared, 0, 1), gate, unit * rows, out);
+        add(own, own, Tokens::range(shared, 0, 1), gate);
     });
 }
 

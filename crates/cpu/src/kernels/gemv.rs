@@ -23,6 +23,11 @@ use crate::device::Isa;
 pub(crate) const GROUP4: usize = Shape::GROUP / 2;
 /// Bytes of 8-bit codes in a group.
 pub(crate) const GROUP8: usize = Shape::GROUP;
+/// How far ahead of the codes in use the next ones are asked for; between 1 and 8 KB it made no difference on Zen 3,
+/// against 10 to 20 % without.
+const PREFETCH_BYTES: usize = 2048;
+/// The same for scales and biases: a few rows.
+const PREFETCH_SCALE_BYTES: usize = 256;
 /// Most tokens of a call.
 pub(crate) const MOST_TOKENS: usize = 4;
 
@@ -53,6 +58,32 @@ impl<'a> PackedRows<'a> {
     }
 }
 
+impl PackedRows<'_> {
+    /// Asks for the first lines of the rows, which a kernel that starts with them would have to wait for.
+    pub(crate) fn prefetch(&self) {
+        for (bytes, len) in
+            [(self.codes, PREFETCH_BYTES), (self.scales, PREFETCH_SCALE_BYTES), (self.biases, PREFETCH_SCALE_BYTES)]
+        {
+            bytes[..len.min(bytes.len())].chunks(LINE_BYTES).for_each(|line| prefetch(line.as_ptr()));
+        }
+    }
+}
+
+/// Bytes of a cache line.
+const LINE_BYTES: usize = 64;
+
+/// Asks for the cache line at `address`, which need not be mapped.
+#[inline(always)]
+fn prefetch(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch reads nothing that the program could see and faults on no address.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 impl<'a> Packed<'a> {
     /// Expert `expert` of `matrix`; 0 for a plain one.
     pub(crate) fn of(matrix: &'a QuantMatrix, expert: usize) -> Packed<'a> {
@@ -70,6 +101,13 @@ impl<'a> Packed<'a> {
     /// Bytes of a row with its scales and biases.
     pub(crate) fn row_bytes(&self) -> usize {
         self.groups * (self.bits.bytes(GROUP) + 4)
+    }
+
+    /// Rows `first .. first + rows` in two halves, which overlap in one row if their number is odd.
+    #[inline(always)]
+    pub(crate) fn halves(&self, first: usize, rows: usize) -> [PackedRows<'a>; 2] {
+        let half = rows.div_ceil(2);
+        [self.rows(first, half), self.rows(first + rows - half, half)]
     }
 
     /// Codes, scales and biases of rows `first .. first + count`.

@@ -78,10 +78,8 @@ pub(crate) fn multiply(isa: Isa, w: Packed<'_>, x: Tokens<'_>, first: usize, row
         }
         return;
     }
-    // Halves overlap in one row if their number is odd.
     let half = rows.div_ceil(2);
-    let ranges = [w.rows(first, half), w.rows(first + rows - half, half)];
-    pairs(isa, w.bits, ranges, half, x, |row, token, [a, b]| {
+    pairs(isa, w.bits, w.halves(first, rows), half, x, |row, token, [a, b]| {
         // SAFETY: the caller keeps other workers away from these rows.
         unsafe {
             out.part(token, row, 1)[0] = a;
