@@ -53,13 +53,14 @@ pub struct LoadOptions {
     pub kv: KvDtype,
     /// Longest context of a state in tokens; `None`: what the model was trained for.
     pub max_context: Option<usize>,
-    /// Most tokens of a prefill chunk. Scratch memory grows with it: 0.3 MB per token of the full-size model.
+    /// Most tokens of a prefill chunk. Scratch memory grows with it, 0.3 MB per token of the full-size model, and so do the
+    /// tokens that an expert meets at a time: 32 of 1024 are 15 % faster than 16 of 512.
     pub max_chunk: usize,
 }
 
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
-        LoadOptions { threads: None, kv: KvDtype::F32, max_context: None, max_chunk: 512 }
+        LoadOptions { threads: None, kv: KvDtype::F32, max_context: None, max_chunk: 1024 }
     }
 }
 

@@ -24,9 +24,10 @@ struct Tile {
     biases: [[f32; TILE_ROWS]; DEPTH],
 }
 
-/// Makes the loop over rows, groups and tokens around a kernel for `$tokens` tokens.
+/// Makes the loop over rows, groups and tokens around a kernel, which is given `$many` tokens at a time, and of the last ones
+/// `$few`.
 macro_rules! gemm_for {
-    ($name:ident, $features:literal, $tokens:expr, $multiply:ident) => {
+    ($name:ident, $features:literal, $multiply:ident, $many:expr, $few:expr) => {
         #[target_feature(enable = $features)]
         pub(super) fn $name(
             w: Packed<'_>,
@@ -53,9 +54,14 @@ macro_rules! gemm_for {
                 for group in (0..w.groups).step_by(DEPTH) {
                     let depth = DEPTH.min(w.groups - group);
                     unpack(w.bits, &packed, group, depth, &mut tile);
-                    let tokens = inputs.as_chunks().0.iter().zip(sums.as_chunks_mut().0);
-                    for (x, sums) in tokens.take(count.div_ceil($tokens)) {
-                        $multiply(&tile, x, group, depth, sums);
+                    let many = count / $many * $many;
+                    let tiles = inputs[..many].as_chunks().0.iter().zip(sums[..many].as_chunks_mut().0);
+                    for (x, sums) in tiles {
+                        $multiply::<$many>(&tile, x, group, depth, sums);
+                    }
+                    let tiles = inputs[many..].as_chunks().0.iter().zip(sums[many..].as_chunks_mut().0);
+                    for (x, sums) in tiles.take((count - many).div_ceil($few)) {
+                        $multiply::<$few>(&tile, x, group, depth, sums);
                     }
                 }
                 for (token, sums) in sums[..count].iter().enumerate() {
@@ -67,8 +73,8 @@ macro_rules! gemm_for {
     };
 }
 
-gemm_for!(avx2, "avx2,fma", 4, multiply_avx2);
-gemm_for!(avx512, "avx2,fma,avx512f,avx512vl,avx512vnni", 12, multiply_avx512);
+gemm_for!(avx2, "avx2,fma", multiply_avx2, 4, 2);
+gemm_for!(avx512, "avx2,fma,avx512f,avx512vl,avx512vnni", multiply_avx512, 12, 4);
 
 /// Unpacks groups `group .. group + depth` of 16 rows.
 #[inline]
@@ -185,11 +191,16 @@ fn put(pair: &mut [i16; 2 * TILE_ROWS], half: usize, codes: __m256i) {
     unsafe { _mm256_storeu_si256(pair[16 * half..][..16].as_mut_ptr().cast(), codes) };
 }
 
-/// Adds the products of the tile with 4 tokens to `sums`.
+/// Adds the products of the tile with some tokens to `sums`. A product does not depend on how many they are.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn multiply_avx2(tile: &Tile, x: &[Inputs<'_>; 4], group: usize, depth: usize, sums: &mut [[f32; TILE_ROWS]; 4]) {
-    const TOKENS: usize = 4;
+fn multiply_avx2<const TOKENS: usize>(
+    tile: &Tile,
+    x: &[Inputs<'_>; TOKENS],
+    group: usize,
+    depth: usize,
+    sums: &mut [[f32; TILE_ROWS]; TOKENS],
+) {
     let mut held = [[_mm256_setzero_ps(); 2]; TOKENS];
     for (held, sums) in held.iter_mut().zip(&*sums) {
         // SAFETY: eight floats of 16 each.
@@ -236,11 +247,16 @@ fn multiply_avx2(tile: &Tile, x: &[Inputs<'_>; 4], group: usize, depth: usize, s
     }
 }
 
-/// The same for 12 tokens.
+/// The same with wide registers.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vnni")]
-fn multiply_avx512(tile: &Tile, x: &[Inputs<'_>; 12], group: usize, depth: usize, sums: &mut [[f32; TILE_ROWS]; 12]) {
-    const TOKENS: usize = 12;
+fn multiply_avx512<const TOKENS: usize>(
+    tile: &Tile,
+    x: &[Inputs<'_>; TOKENS],
+    group: usize,
+    depth: usize,
+    sums: &mut [[f32; TILE_ROWS]; TOKENS],
+) {
     let mut held = [_mm512_setzero_ps(); TOKENS];
     for t in 0..TOKENS {
         // SAFETY: 16 floats.
