@@ -22,6 +22,7 @@ import stories
 import sums
 import toolcalls
 import world as W
+from plots import PLOTS, STILL
 from sums import Turn
 
 HERE = Path(__file__).resolve().parent
@@ -121,14 +122,14 @@ def subject(rng):
         if k2 == k:
             return subject(rng)
         wish.friend_kind, wish.adj = k2, adj
-        wish.plot = rng.choice([p for p in stories.PLOTS if p != "useful"] if k not in W.OBJECTS else stories.STILL)
+        wish.plot = rng.choice([p for p in PLOTS if p != "useful"] if k not in W.OBJECTS else STILL)
         return f"{ax} and {W.with_article(k2)}", wish
     if r < 0.78:
         wish.adj, wish.place = adj, rng.choice(PLACES)
         return rng.choice([f"{ax} who lives {wish.place}", f"{ax} {wish.place}", f"{ax} that lives {wish.place}"]), wish
     if r < 0.80:
         wish.friend_kind = rng.choice(RELATIVES)
-        wish.plot = rng.choice([p for p in stories.PLOTS if p not in ("useful", "newcomer", "trick", "race")])
+        wish.plot = rng.choice([p for p in PLOTS if p not in ("useful", "newcomer", "trick", "race")])
         if rng.random() < 0.5:
             n, g = W.name(rng)
             wish.kind, wish.name, wish.gender = rng.choice(["girl", "girl", "child"] if g == "f" else ["boy", "boy", "child"]), n, g

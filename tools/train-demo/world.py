@@ -1,6 +1,6 @@
 """The words of the demo world: who lives in it, where, and what things there are.
 
-Everything here is a plain table; `stories.py` and `tasks.py` draw from it with a seeded
+Everything here is a plain table; the other files draw from it with a seeded
 `random.Random`, so the same seed gives the same text.
 """
 
