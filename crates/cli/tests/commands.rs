@@ -166,7 +166,8 @@ fn logits_are_those_of_the_goldens() {
     let ids: Vec<String> = words(goldens.tensor("p7.ids").unwrap().data()).map(|id| id.to_string()).collect();
     let expected: Vec<f32> = words(goldens.tensor("p7.f32.logits").unwrap().data()).map(f32::from_bits).collect();
     let folder = tempfile::tempdir().unwrap();
-    for backend in ["cpu", "reference"] {
+    // The bounds that NUMERICS.md sets against the oracle for 16-bit activations and for the f32 forward.
+    for (backend, bound) in [("cpu", 4e-3), ("reference", 1e-3)] {
         let out = folder.path().join(format!("{backend}.safetensors"));
         let file = out.display().to_string();
         let output = run(&["logits", &ids.join(","), "--model", &tiny(), "--backend", backend, "--out", &file]);
@@ -177,8 +178,7 @@ fn logits_are_those_of_the_goldens() {
         assert_eq!(logits.shape(), [7, 1024]);
         let found: Vec<f32> = words(logits.data()).map(f32::from_bits).collect();
         let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        // The bound that NUMERICS.md sets for an f32 forward against the oracle.
-        assert!(worst < 1e-3, "{backend}: {worst}");
+        assert!(worst < bound, "{backend}: {worst}");
     }
 }
 
