@@ -360,13 +360,15 @@ thread_local! {
     static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// Lends `job` a piece of this thread's scratch memory, `len` values of any content.
+/// Lends `job` a piece of this thread's scratch memory, `len` values of any content, from the start of a cache line on.
 pub(crate) fn with_scratch<R>(len: usize, job: impl FnOnce(&mut [f32]) -> R) -> R {
+    const LINE: usize = 64;
     let mut scratch = SCRATCH.take();
-    if scratch.len() < len {
-        scratch.resize(len, 0.0);
+    if scratch.len() < len + LINE {
+        scratch.resize(len + LINE, 0.0);
     }
-    let result = job(&mut scratch[..len]);
+    let start = scratch.as_ptr().align_offset(LINE).min(LINE);
+    let result = job(&mut scratch[start..start + len]);
     SCRATCH.set(scratch);
     result
 }

@@ -9,7 +9,7 @@ use lily_model::{AttentionWeights, DeltaWeights, Mixer, MoeWeights, QuantMatrix,
 use crate::device::Pool;
 use crate::kernels::activations::{Activations, Tokens};
 use crate::kernels::attention::Attention;
-use crate::kernels::delta::{Convolution, Delta, convolve, delta};
+use crate::kernels::delta::{Delta, delta};
 use crate::kernels::experts::{self, Experts};
 use crate::kernels::linear::{Target, linear};
 use crate::kernels::norm::{add_weighted, rms_norm, sigmoid_gate};
@@ -120,7 +120,6 @@ impl Forward<'_> {
         let (pool, isa, shape, tokens) = (self.pool, self.plan.isa, self.plan.shape(), self.tokens);
         let Scratch { normed, mixed, delta: s, .. } = &mut *self.scratch;
         let qkv = &mut s.qkv[..tokens * shape.conv_width()];
-        let convolved = &mut s.convolved[..tokens * shape.conv_width()];
         let z = &mut s.z[..tokens * shape.delta_value_width()];
         let a = &mut s.a[..tokens * shape.delta_value_heads];
         let b = &mut s.b[..tokens * shape.delta_value_heads];
@@ -134,13 +133,12 @@ impl Forward<'_> {
 
         let (history, state) = self.state.delta_layer(index);
         let (key_heads, value_heads) = (shape.delta_key_heads, shape.delta_value_heads);
-        let convolution = Convolution { inputs: qkv, tokens, taps: &plan.taps, key_heads };
-        convolve(pool, isa, &convolution, history, convolved);
-        let recurrence = Delta {
+        let mixer = Delta {
             tokens,
             key_heads,
             value_heads,
-            qkv: convolved,
+            inputs: qkv,
+            taps: &plan.taps,
             z,
             a,
             b,
@@ -149,7 +147,7 @@ impl Forward<'_> {
             norm: &w.norm,
             eps: shape.rms_eps,
         };
-        delta(pool, isa, &recurrence, state, &mut s.gated);
+        delta(pool, isa, &mixer, history, state, &mut s.gated);
         project(pool, self.plan, &s.gated, tokens, [(&w.out, &mut mixed[..tokens * shape.hidden])]);
     }
 

@@ -179,8 +179,6 @@ pub(crate) struct AttentionScratch {
 pub(crate) struct DeltaScratch {
     /// `[tokens, conv width]`.
     pub(crate) qkv: Buffer<f32>,
-    /// `[tokens, conv width]`.
-    pub(crate) convolved: Buffer<f32>,
     /// `[tokens, value width]`.
     pub(crate) z: Buffer<f32>,
     /// `[tokens, value heads]`.
@@ -224,7 +222,6 @@ impl Scratch {
             },
             delta: DeltaScratch {
                 qkv: zeroed(tokens * s.conv_width())?,
-                convolved: zeroed(tokens * s.conv_width())?,
                 z: zeroed(tokens * s.delta_value_width())?,
                 a: zeroed(tokens * s.delta_value_heads)?,
                 b: zeroed(tokens * s.delta_value_heads)?,
@@ -257,7 +254,6 @@ impl Scratch {
             &a.values,
             &a.attended,
             &d.qkv,
-            &d.convolved,
             &d.z,
             &d.a,
             &d.b,

@@ -139,3 +139,15 @@ pub(crate) fn sigmoid<const FUSED: bool>(x: f32) -> f32 {
 pub(crate) fn silu<const FUSED: bool>(x: f32) -> f32 {
     x / (1.0 + exp::<FUSED>(-x))
 }
+
+/// Asks for the cache line at `address`, which need not be mapped.
+#[inline(always)]
+pub(crate) fn prefetch(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch reads nothing that the program could see and faults on no address.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}

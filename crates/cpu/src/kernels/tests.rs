@@ -1,15 +1,14 @@
 //! Kernels against `lily_reference::ops`, for every instruction set of this CPU, on the cases that all devices share.
 
-use lily_backend::conformance::cases::{
-    ATTENTION, DELTA, F32_FORMULA, F32_RECURRENCE, F32_SUMS, Generator, LINEAR, ROUTES, Tolerance, assert_close,
-};
+mod attention;
+mod delta;
+
+use lily_backend::conformance::cases::{F32_FORMULA, F32_SUMS, Generator, LINEAR, ROUTES, assert_close};
 use lily_backend::{Error, SamplingParams};
 use lily_model::{MoeWeights, Shape};
 use lily_reference::ops;
 
 use super::activations::{Activations, Tokens};
-use super::attention::{Attention, Partials, Plane, narrow};
-use super::delta::{Convolution, Delta, convolve, delta};
 use super::experts::{Experts, Inner, down, gate_up};
 use super::gemm::Place;
 use super::gemv::Packed;
@@ -245,146 +244,6 @@ fn rope_is_that_of_the_reference_up_to_the_longest_context() {
         Angles::at(position, 1e7).rotate(&mut head);
         assert_close(&head, &expected, F32_FORMULA, &format!("position {position}"));
     }
-}
-
-const D: usize = Shape::HEAD_DIM;
-/// Rows after the last one in use hold this, so that reading one shows.
-const LOUD: f32 = 1e30;
-
-#[test]
-fn attention_over_either_cache_is_that_of_the_reference() {
-    /// The kernel gets rounded keys and values, and so does the reference.
-    const TOLERANCE: Tolerance =
-        Tolerance { value: 1e-5, reason: "scores of 256 f32 products, then exponentials and sums over the context" };
-    on_every_path(|pool, isa| {
-        for (seed, case) in ATTENTION.iter().enumerate() {
-            let mut generator = Generator::new(seed as u64);
-            let context = case.position + case.tokens;
-            let capacity = context + 5;
-            let mut rows = |scale| -> Vec<Vec<f32>> {
-                let plane = |_| {
-                    let mut plane = generator.bf16_values(context * D, scale);
-                    plane.resize(capacity * D, LOUD);
-                    plane
-                };
-                (0..case.kv_heads).map(plane).collect()
-            };
-            let (keys, values) = (rows(1.5), rows(1.0));
-            let queries = Generator::new(99).values(case.tokens * case.query_heads * D, 1.5);
-            let mut expected = Vec::new();
-            for (i, query) in queries.chunks_exact(D).enumerate() {
-                let (token, head) = (i / case.query_heads, i % case.query_heads);
-                let kv = ops::shared_head(head, case.query_heads, case.kv_heads);
-                let visible = (case.position + token + 1) * D;
-                let of = |planes: &[Vec<f32>]| -> Vec<Vec<f32>> {
-                    planes[kv][..visible].chunks_exact(D).map(<[f32]>::to_vec).collect()
-                };
-                let (keys, values) = (of(&keys), of(&values));
-                let refs = |rows: &[Vec<f32>]| rows.iter().map(|row| row.as_slice().to_vec()).collect::<Vec<_>>();
-                let (keys, values) = (refs(&keys), refs(&values));
-                let keys: Vec<&[f32]> = keys.iter().map(Vec::as_slice).collect();
-                let values: Vec<&[f32]> = values.iter().map(Vec::as_slice).collect();
-                expected.extend(ops::attention(query, &keys, &values));
-            }
-            let scaled: Vec<f32> = queries.iter().map(|q| q / 16.0).collect();
-            let narrowed = |planes: &[Vec<f32>]| -> Vec<Vec<u16>> {
-                let to = |plane: &Vec<f32>| {
-                    let mut narrow_plane = vec![0; plane.len()];
-                    narrow(plane, &mut narrow_plane);
-                    narrow_plane
-                };
-                planes.iter().map(to).collect()
-            };
-            let (keys16, values16) = (narrowed(&keys), narrowed(&values));
-            let mut partials = Partials::new(case.query_heads, context).unwrap();
-            for bf16 in [false, true] {
-                let planes = |wide: &'_ [Vec<f32>], narrow: &'_ [Vec<u16>]| -> Vec<Plane<'static>> {
-                    // Leaked: planes of both types share one lifetime here, and the test ends soon.
-                    match bf16 {
-                        true => narrow.iter().map(|p| Plane::Bf16(p.clone().leak())).collect(),
-                        false => wide.iter().map(|p| Plane::F32(p.clone().leak())).collect(),
-                    }
-                };
-                let attention = Attention {
-                    queries: &scaled,
-                    tokens: case.tokens,
-                    query_heads: case.query_heads,
-                    position: case.position,
-                    keys: planes(&keys, &keys16),
-                    values: planes(&values, &values16),
-                };
-                let mut got = vec![f32::NAN; expected.len()];
-                attention.run(pool, isa, &mut partials, &mut got);
-                assert_close(&got, &expected, TOLERANCE, &format!("{isa:?} {case:?} bf16 {bf16}"));
-            }
-        }
-    });
-}
-
-#[test]
-fn the_delta_mixer_is_that_of_the_reference_and_so_is_the_state_it_leaves() {
-    const D: usize = Shape::DELTA_HEAD_DIM;
-    on_every_path(|pool, isa| {
-        for (seed, case) in DELTA.iter().enumerate() {
-            let mut generator = Generator::new(seed as u64);
-            let (heads, tokens) = (case.value_heads, case.tokens);
-            let channels = (2 * case.key_heads + heads) * D;
-            let u = generator.values(tokens * channels, 1.0);
-            let taps = generator.values(channels * 4, 0.5);
-            let z = generator.values(tokens * heads * D, 1.0);
-            let (a, b) = (generator.values(tokens * heads, 2.0), generator.values(tokens * heads, 2.0));
-            let (a_log, dt_bias) = (generator.values(heads, 1.0), generator.values(heads, 1.0));
-            let norm = generator.values(D, 1.0);
-            let (mut history, mut state) = (generator.values(3 * channels, 1.0), generator.values(heads * D * D, 0.1));
-            let (mut expected_history, mut expected_state) = (history.clone(), state.clone());
-
-            let mut expected = Vec::new();
-            for t in 0..tokens {
-                let y = ops::conv_step(&mut expected_history, &u[t * channels..][..channels], &taps);
-                for head in 0..heads {
-                    let key_head = ops::shared_head(head, heads, case.key_heads);
-                    let part = |index: usize| &y[index * D..][..D];
-                    let (query, key) =
-                        (ops::delta_query(part(key_head)), ops::delta_key(part(case.key_heads + key_head)));
-                    let at = t * heads + head;
-                    let input = ops::DeltaInput {
-                        query: &query,
-                        key: &key,
-                        value: part(2 * case.key_heads + head),
-                        decay: ops::decay(a[at], a_log[head], dt_bias[head]),
-                        beta: ops::sigmoid(b[at]),
-                    };
-                    let o = ops::delta_step(&mut expected_state[head * D * D..][..D * D], input);
-                    expected.extend(ops::gated_norm(&o, &z[at * D..][..D], &norm, EPS));
-                }
-            }
-
-            let by_age: Vec<f32> = (0..4).flat_map(|j| taps.chunks(4).map(move |taps| taps[j])).collect();
-            let rates: Vec<f32> = a_log.iter().map(|a| a.exp()).collect();
-            let mut convolved = vec![f32::NAN; tokens * channels];
-            let convolution = Convolution { inputs: &u, tokens, taps: &by_age, key_heads: case.key_heads };
-            convolve(pool, isa, &convolution, &mut history, &mut convolved);
-            let mut out = Activations::new(tokens, heads * D).unwrap();
-            let recurrence = Delta {
-                tokens,
-                key_heads: case.key_heads,
-                value_heads: heads,
-                qkv: &convolved,
-                z: &z,
-                a: &a,
-                b: &b,
-                rates: &rates,
-                dt_bias: &dt_bias,
-                norm: &norm,
-                eps: EPS,
-            };
-            delta(pool, isa, &recurrence, &mut state, &mut out);
-            let got: Vec<f32> = (0..tokens).flat_map(|t| out.plain_row(t)).collect();
-            assert_eq!(history, expected_history, "{case:?}: history");
-            assert_close(&state, &expected_state, F32_RECURRENCE, &format!("{isa:?} {case:?}: state"));
-            assert_close(&got, &expected, F32_RECURRENCE, &format!("{isa:?} {case:?}: output"));
-        }
-    });
 }
 
 #[test]
