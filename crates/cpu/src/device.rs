@@ -74,7 +74,7 @@ pub(crate) struct Buffer<T> {
 /// Types for which all bytes zero is a value.
 pub(crate) trait Zeroed: Copy + Send + Sync {}
 impl Zeroed for f32 {}
-impl Zeroed for u16 {}
+impl Zeroed for u32 {}
 impl Zeroed for i16 {}
 
 impl<T: Zeroed> Buffer<T> {

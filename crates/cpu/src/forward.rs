@@ -4,15 +4,15 @@
 //! ([`linear`]) with the arithmetic between them; the kernels choose by the number of tokens. Formulas: NUMERICS.md.
 
 use lily_backend::{Part, Stage};
-use lily_model::{AttentionWeights, DeltaWeights, Mixer, MoeWeights, QuantMatrix, Shape};
+use lily_model::{AttentionWeights, DeltaWeights, Mixer, MoeWeights, QuantMatrix};
 
 use crate::device::Pool;
 use crate::kernels::activations::{Activations, Tokens};
-use crate::kernels::attention::Attention;
+use crate::kernels::attention::{Attention, attention};
 use crate::kernels::delta::{Delta, delta};
 use crate::kernels::experts::{self, Experts};
 use crate::kernels::linear::{Target, linear};
-use crate::kernels::norm::{add_weighted, rms_norm, sigmoid_gate};
+use crate::kernels::norm::{add_weighted, rms_norm};
 use crate::kernels::rope::Angles;
 use crate::kernels::sigmoid;
 use crate::plan::{DeltaPlan, Plan, Scratch};
@@ -36,6 +36,7 @@ impl Forward<'_> {
         let plan = self.plan;
         let (mut attention, mut delta) = (0, 0);
         self.embed(ids);
+        self.angles();
         for (layer, weights) in plan.weights().layers.iter().enumerate() {
             self.norm(&weights.mixer_norm, Stage::of(layer, Part::MixerNorm));
             match &weights.mixer {
@@ -67,51 +68,36 @@ impl Forward<'_> {
         self.record_stream(Stage::outside(Part::Embedding));
     }
 
+    /// The angles of all tokens, for every attention layer.
+    fn angles(&mut self) {
+        let (first, theta) = (self.state.position(), self.plan.shape().rope_theta);
+        let angles = &mut self.scratch.attention.angles;
+        angles.clear();
+        angles.extend((first..first + self.tokens).map(|position| Angles::at(position, theta)));
+    }
+
     /// Grouped-query attention with a gate on its output; `index` counts attention layers.
     fn attention(&mut self, w: &AttentionWeights, index: usize) {
         let (pool, isa, shape, tokens) = (self.pool, self.plan.isa, self.plan.shape(), self.tokens);
         let Scratch { normed, mixed, attention: s, .. } = &mut *self.scratch;
-        let (query_gate, keys) =
-            (&mut s.query_gate[..tokens * 2 * shape.query_width()], &mut s.keys[..tokens * shape.kv_width()]);
-        let (queries, values) =
-            (&mut s.queries[..tokens * shape.query_width()], &mut s.values[..tokens * shape.kv_width()]);
-        let attended = &mut s.attended[..tokens * shape.query_width()];
+        let query_gate = &mut s.query_gate[..tokens * 2 * shape.query_width()];
+        let keys = &mut s.keys[..tokens * shape.kv_width()];
+        let values = &mut s.values[..tokens * shape.kv_width()];
         project(pool, self.plan, normed, tokens, [(&w.q, &mut *query_gate), (&w.k, &mut *keys), (&w.v, &mut *values)]);
-
-        // Queries and keys: norm per head, then RoPE. The scale of the scores is a power of two and moves to the query.
-        const D: usize = Shape::HEAD_DIM;
-        let position = self.state.position();
-        let angles: Vec<Angles> = (position..position + tokens).map(|p| Angles::at(p, shape.rope_theta)).collect();
-        let scale = (D as f32).sqrt().recip();
-        pool.pieces(queries, shape.query_width(), |token, heads| {
-            let inputs = query_gate[token * 2 * shape.query_width()..].chunks_exact(2 * D);
-            for (head, input) in heads.chunks_exact_mut(D).zip(inputs) {
-                rms_norm(isa, &input[..D], &w.q_norm, shape.rms_eps, head);
-                angles[token].rotate(head);
-                head.iter_mut().for_each(|x| *x *= scale);
-            }
-        });
-        pool.pieces(keys, shape.kv_width(), |token, heads| {
-            for head in heads.chunks_exact_mut(D) {
-                let mut normed = [0.0; D];
-                rms_norm(isa, head, &w.k_norm, shape.rms_eps, &mut normed);
-                angles[token].rotate(&mut normed);
-                head.copy_from_slice(&normed);
-            }
-        });
-
-        self.state.store_kv(pool, index, position, keys, values);
-        let (keys, values) = self.state.kv(index);
-        let attention = Attention { queries, tokens, query_heads: shape.query_heads, position, keys, values };
-        attention.run(pool, isa, &mut s.partials, attended);
-
-        s.gated.fill(pool, isa, tokens, |token, out| {
-            let gates = query_gate[token * 2 * shape.query_width()..].chunks_exact(2 * D).map(|head| &head[D..]);
-            let heads = attended[token * shape.query_width()..].chunks_exact(D);
-            for ((out, head), gate) in out.chunks_exact_mut(D).zip(heads).zip(gates) {
-                sigmoid_gate(isa, head, gate, out);
-            }
-        });
+        let mixer = Attention {
+            tokens,
+            query_heads: shape.query_heads,
+            kv_heads: shape.kv_heads,
+            position: self.state.position(),
+            query_gate,
+            keys,
+            values,
+            query_norm: &w.q_norm,
+            key_norm: &w.k_norm,
+            eps: shape.rms_eps,
+            angles: &s.angles,
+        };
+        attention(pool, isa, &mixer, self.state.kv(index), &mut s.partials, &mut s.gated);
         project(pool, self.plan, &s.gated, tokens, [(&w.o, &mut mixed[..tokens * shape.hidden])]);
     }
 

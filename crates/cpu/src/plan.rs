@@ -14,6 +14,7 @@ use crate::kernels::activations::Activations;
 use crate::kernels::attention::Partials;
 use crate::kernels::experts::Inner;
 use crate::kernels::moe::Routing;
+use crate::kernels::rope::Angles;
 use crate::state::{CheckSum, KvDtype};
 
 /// The decisions.
@@ -163,14 +164,12 @@ pub(crate) struct Scratch {
 pub(crate) struct AttentionScratch {
     /// `[tokens, query heads, 512]`: per head the query, then the gate.
     pub(crate) query_gate: Buffer<f32>,
-    /// `[tokens, query heads, 256]`.
-    pub(crate) queries: Buffer<f32>,
     /// `[tokens, kv heads, 256]`.
     pub(crate) keys: Buffer<f32>,
     /// `[tokens, kv heads, 256]`.
     pub(crate) values: Buffer<f32>,
-    /// `[tokens, query heads, 256]`.
-    pub(crate) attended: Buffer<f32>,
+    /// Per token.
+    pub(crate) angles: Vec<Angles>,
     pub(crate) partials: Partials,
     /// Gated, input of the output projection.
     pub(crate) gated: Activations,
@@ -213,10 +212,9 @@ impl Scratch {
             mixed: zeroed(tokens * s.hidden)?,
             attention: AttentionScratch {
                 query_gate: zeroed(tokens * 2 * s.query_width())?,
-                queries: zeroed(tokens * s.query_width())?,
                 keys: zeroed(tokens * s.kv_width())?,
                 values: zeroed(tokens * s.kv_width())?,
-                attended: zeroed(tokens * s.query_width())?,
+                angles: Vec::new(),
                 partials: Partials::new(s.query_heads, plan.max_context)?,
                 gated: Activations::new(tokens, s.query_width())?,
             },
@@ -249,10 +247,8 @@ impl Scratch {
             &self.stream,
             &self.mixed,
             &a.query_gate,
-            &a.queries,
             &a.keys,
             &a.values,
-            &a.attended,
             &d.qkv,
             &d.z,
             &d.a,

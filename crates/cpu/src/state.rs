@@ -5,8 +5,8 @@ use std::io::{Read, Write};
 use lily_backend::{Error, Result, Ticket};
 use lily_model::Shape;
 
-use crate::device::{Buffer, Pool};
-use crate::kernels::attention::{Plane, narrow};
+use crate::device::Buffer;
+use crate::kernels::attention::{self, Kv};
 
 /// Element type of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +30,8 @@ impl KvDtype {
 /// Keys or values of all attention layers, `[layer, kv head, capacity, 256]`.
 enum Cache {
     F32(Buffer<f32>),
-    Bf16(Buffer<u16>),
+    /// Two values to a word, the even one in its low half.
+    Bf16(Buffer<u32>),
 }
 
 /// Geometry of a cache.
@@ -46,46 +47,19 @@ impl Cache {
     fn new(dtype: KvDtype, len: usize) -> Result<Cache> {
         Ok(match dtype {
             KvDtype::F32 => Cache::F32(Buffer::zeroed("KV cache", len)?),
-            KvDtype::Bf16 => Cache::Bf16(Buffer::zeroed("KV cache", len)?),
+            KvDtype::Bf16 => Cache::Bf16(Buffer::zeroed("KV cache", len / 2)?),
         })
-    }
-
-    fn planes(&self, p: Planes, layer: usize) -> Vec<Plane<'_>> {
-        let plane = |head| (layer * p.heads + head) * p.capacity * D..(layer * p.heads + head + 1) * p.capacity * D;
-        (0..p.heads)
-            .map(|head| match self {
-                Cache::F32(all) => Plane::F32(&all[plane(head)]),
-                Cache::Bf16(all) => Plane::Bf16(&all[plane(head)]),
-            })
-            .collect()
-    }
-
-    /// Writes `rows`, `[tokens, kv heads, 256]`, from `position` on.
-    fn store(&mut self, pool: &Pool, p: Planes, layer: usize, position: usize, rows: &[f32]) {
-        let len = p.capacity * D;
-        let layer = layer * p.heads * len..(layer + 1) * p.heads * len;
-        let row = |head: usize, token: usize| &rows[(token * p.heads + head) * D..][..D];
-        let tokens = rows.len() / (p.heads * D);
-        let place = |token: usize| (position + token) * D..(position + token + 1) * D;
-        match self {
-            Cache::F32(all) => pool.pieces(&mut all[layer], len, |head, plane| {
-                (0..tokens).for_each(|t| plane[place(t)].copy_from_slice(row(head, t)));
-            }),
-            Cache::Bf16(all) => pool.pieces(&mut all[layer], len, |head, plane| {
-                (0..tokens).for_each(|t| narrow(row(head, t), &mut plane[place(t)]));
-            }),
-        }
     }
 
     /// Copies the first `tokens` rows of every plane.
     fn copy_from(&mut self, from: &Cache, own: Planes, others: Planes, tokens: usize) {
-        fn copy<T: Copy>(to: &mut [T], from: &[T], own: Planes, others: Planes, tokens: usize) {
-            let planes = to.chunks_exact_mut(own.capacity * D).zip(from.chunks_exact(others.capacity * D));
-            planes.for_each(|(to, from)| to[..tokens * D].copy_from_slice(&from[..tokens * D]));
+        fn copy<T: Copy>(to: &mut [T], from: &[T], own: Planes, others: Planes, tokens: usize, row: usize) {
+            let planes = to.chunks_exact_mut(own.capacity * row).zip(from.chunks_exact(others.capacity * row));
+            planes.for_each(|(to, from)| to[..tokens * row].copy_from_slice(&from[..tokens * row]));
         }
         match (self, from) {
-            (Cache::F32(to), Cache::F32(from)) => copy(to, from, own, others, tokens),
-            (Cache::Bf16(to), Cache::Bf16(from)) => copy(to, from, own, others, tokens),
+            (Cache::F32(to), Cache::F32(from)) => copy(to, from, own, others, tokens, D),
+            (Cache::Bf16(to), Cache::Bf16(from)) => copy(to, from, own, others, tokens, D / 2),
             _ => unreachable!("all states of a backend have one KV dtype"),
         }
     }
@@ -173,15 +147,21 @@ impl State {
         )
     }
 
-    /// Appends keys and values `[tokens, kv heads, 256]` of the `index`-th attention layer at `position`.
-    pub(crate) fn store_kv(&mut self, pool: &Pool, index: usize, position: usize, keys: &[f32], values: &[f32]) {
-        self.keys.store(pool, self.planes, index, position, keys);
-        self.values.store(pool, self.planes, index, position, values);
-    }
-
-    /// Keys and values of the `index`-th attention layer by head.
-    pub(crate) fn kv(&self, index: usize) -> (Vec<Plane<'_>>, Vec<Plane<'_>>) {
-        (self.keys.planes(self.planes, index), self.values.planes(self.planes, index))
+    /// Keys and values of the `index`-th attention layer.
+    pub(crate) fn kv(&mut self, index: usize) -> Kv<'_> {
+        let rows = self.planes.heads * self.planes.capacity;
+        let rows = index * rows..(index + 1) * rows;
+        match (&mut self.keys, &mut self.values) {
+            (Cache::F32(keys), Cache::F32(values)) => Kv::F32(attention::Planes {
+                keys: &mut keys.as_chunks_mut().0.as_chunks_mut().0[rows.clone()],
+                values: &mut values.as_chunks_mut().0.as_chunks_mut().0[rows],
+            }),
+            (Cache::Bf16(keys), Cache::Bf16(values)) => Kv::Bf16(attention::Planes {
+                keys: &mut keys.as_chunks_mut().0.as_chunks_mut().0[rows.clone()],
+                values: &mut values.as_chunks_mut().0.as_chunks_mut().0[rows],
+            }),
+            _ => unreachable!("keys and values have one type"),
+        }
     }
 
     /// Back to position 0. KV rows stay as they are: no one reads them before they are written again.
@@ -251,7 +231,8 @@ impl State {
                     all.chunks_exact(plane).try_for_each(|p| put_words(&p[..rows], |x| x.to_le_bytes(), &mut put))?;
                 }
                 Cache::Bf16(all) => {
-                    all.chunks_exact(plane).try_for_each(|p| put_words(&p[..rows], |x| x.to_le_bytes(), &mut put))?;
+                    let mut planes = all.chunks_exact(plane / 2);
+                    planes.try_for_each(|p| put_words(&p[..rows / 2], |x| x.to_le_bytes(), &mut put))?;
                 }
             }
         }
@@ -307,8 +288,8 @@ impl State {
                     planes.try_for_each(|p| get_words(&mut p[..rows], f32::from_le_bytes, &mut get))?;
                 }
                 Cache::Bf16(all) => {
-                    let mut planes = all.chunks_exact_mut(plane);
-                    planes.try_for_each(|p| get_words(&mut p[..rows], u16::from_le_bytes, &mut get))?;
+                    let mut planes = all.chunks_exact_mut(plane / 2);
+                    planes.try_for_each(|p| get_words(&mut p[..rows / 2], u32::from_le_bytes, &mut get))?;
                 }
             }
         }

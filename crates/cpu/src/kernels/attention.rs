@@ -1,194 +1,438 @@
-//! Causal grouped-query attention over the KV cache, with the softmax carried along block by block of keys.
+//! The mixer of an attention layer between its projections: norm and RoPE of queries and keys, the KV cache, causal
+//! grouped-query attention with the softmax carried along block by block of keys, the gate on its output.
 //!
-//! In: queries f32 `[tokens, query heads, 256]`, normed, rotated and scaled; keys and values of one layer,
-//! `[kv heads, capacity, 256]`, f32 or BF16. Out: f32 `[tokens, query heads, 256]`. The work of one call is a key/value
-//! head, a few tokens with all query heads that share it, and a range of keys. Bytes moved: the keys and values of the
-//! range once per call.
-//! Reference: `lily_reference::ops::attention`.
+//! In: queries and gates f32 `[tokens, query heads, 512]` (per head the query, then the gate), keys and values f32
+//! `[tokens, kv heads, 256]`, the cache of one layer `[kv heads, capacity, 256]`, f32 or BF16. Out: activations
+//! `[tokens, query width]`; the cache extended.
+//!
+//! 1. Keys are normed and rotated, and stored like the values. The work of one worker is a few tokens.
+//! 2. [`attend`]: the work of one worker is a key/value head, a few tokens with all query heads that share it, and a range
+//!    of keys. It norms and rotates its queries. Bytes moved: the keys and values of the range once.
+//! 3. Few tokens: their keys are shared out among workers in ranges, and a second pass merges what they leave. Many: a
+//!    worker takes all keys of its tokens.
+//! 4. The gate, into the activations.
+//!
+//! Reference: `lily_reference::ops::{rms_norm, rope, attention, attention_gate}`.
 
-use half::bf16;
+mod rows;
+
+use std::ops::Range;
+
 use lily_backend::Result;
 use lily_model::Shape;
 
+use super::activations::{ActivationParts, Activations};
+use super::norm::{add_weighted, rms_norm_body, sigmoid_gate};
+use super::rope::Angles;
 use super::{LANES, Lanes, add_product, add_scaled, exp, kernel, total};
 use crate::device::{Buffer, Isa, Parts, Pool, with_scratch};
+use rows::{BLOCKS, from_row_order, prefetch_rows, store, to_row_order};
+
+pub(crate) use rows::{Block, Row};
 
 const D: usize = Shape::HEAD_DIM;
-const VECTORS: usize = D / LANES;
-/// Keys whose scores are held at a time; 64 keys and 64 values of f32 are 128 KB, which leaves room in the second level.
-const KEYS: usize = 64;
-/// Tokens that share a pass over the keys.
+/// Keys whose scores are held at a time: 24 KB of BF16, which stay in the first-level cache while all queries meet them.
+const KEYS: usize = 48;
+/// Tokens that share a pass over the keys. So few alone share out their keys.
 const TOKENS_PER_PASS: usize = 8;
-/// Keys of a register tile: 4 keys x 3 queries are 12 sums, which with 3 queries and a key fill 16 registers.
-const TILE_ROWS: usize = 4;
 /// Queries of a register tile.
-const TILE_TOKENS: usize = 3;
-/// Keys that one worker takes when there is a single token.
-const SPLIT: usize = 256;
+const TILE: usize = 4;
+/// Keys of a register tile: 3 keys x 4 queries are 12 sums, which with 3 keys and a query fill 16 registers.
+const TILE_KEYS: usize = 3;
+/// Tokens that a worker stores at a time.
+const TOKENS_PER_STORE: usize = 16;
+/// Into how many ranges a context is cut, as far as [`SPLIT_KEYS`] allows.
+const SPLITS: usize = 32;
+/// Least and most keys of a range: below, starting it costs as much as the work; above, a range is long enough.
+const SPLIT_KEYS: Range<usize> = 4 * KEYS..40 * KEYS;
 
-/// Keys or values of one layer and one head, `[capacity, 256]`.
-#[derive(Clone, Copy)]
-pub(crate) enum Plane<'a> {
-    F32(&'a [f32]),
-    Bf16(&'a [u16]),
+/// Keys of a range. It depends on nothing but the context, or the number of threads would change results.
+fn split_keys(context: usize) -> usize {
+    context.div_ceil(SPLITS).next_multiple_of(KEYS).clamp(SPLIT_KEYS.start, SPLIT_KEYS.end)
 }
 
-impl<'a> Plane<'a> {
-    /// Rows `first .. first + count` in f32, widened into `room` if they are not.
-    #[inline(always)]
-    fn rows<'b>(self, first: usize, count: usize, room: &'b mut [f32]) -> &'b [[Lanes; VECTORS]]
-    where
-        'a: 'b,
+/// Keys and values of one layer, `[kv heads, capacity]` rows each.
+pub(crate) struct Planes<'a, B> {
+    pub(crate) keys: &'a mut [Row<B>],
+    pub(crate) values: &'a mut [Row<B>],
+}
+
+/// The same in either type.
+pub(crate) enum Kv<'a> {
+    F32(Planes<'a, [f32; 2 * LANES]>),
+    Bf16(Planes<'a, [u32; LANES]>),
+}
+
+/// One layer and the tokens that go through it.
+pub(crate) struct Attention<'a> {
+    pub(crate) tokens: usize,
+    pub(crate) query_heads: usize,
+    pub(crate) kv_heads: usize,
+    /// Position of the first token.
+    pub(crate) position: usize,
+    /// `[tokens, query heads, 512]`.
+    pub(crate) query_gate: &'a [f32],
+    /// `[tokens, kv heads, 256]`, as projected.
+    pub(crate) keys: &'a [f32],
+    /// `[tokens, kv heads, 256]`.
+    pub(crate) values: &'a [f32],
+    /// Multipliers of the norms, `[256]`.
+    pub(crate) query_norm: &'a [f32],
+    pub(crate) key_norm: &'a [f32],
+    pub(crate) eps: f32,
+    /// Per token.
+    pub(crate) angles: &'a [Angles],
+}
+
+/// Extends the cache by all tokens and writes their attention, gated.
+pub(crate) fn attention(
+    pool: &Pool,
+    isa: Isa,
+    a: &Attention<'_>,
+    kv: Kv<'_>,
+    partials: &mut Partials,
+    out: &mut Activations,
+) {
+    let rows = match kv {
+        Kv::F32(planes) => Rows::F32(extend(pool, isa, a, planes)),
+        Kv::Bf16(planes) => Rows::Bf16(extend(pool, isa, a, planes)),
+    };
+    let heads = a.query_heads / a.kv_heads;
+    let layer = Layer { a, isa, rows, heads, out: out.parts() };
+    if a.tokens <= TOKENS_PER_PASS { layer.run_split(pool, partials) } else { layer.run_passes(pool) }
+}
+
+/// Stores keys and values of all tokens.
+fn extend<'a, B: Block>(pool: &Pool, isa: Isa, a: &Attention<'_>, planes: Planes<'a, B>) -> [&'a [Row<B>]; 2] {
+    let Planes { keys, values } = planes;
+    let capacity = keys.len() / a.kv_heads;
     {
-        let range = first * D..(first + count) * D;
-        let rows: &'b [f32] = match self {
-            Plane::F32(all) => &all[range],
-            Plane::Bf16(all) => {
-                let room = &mut room[..count * D];
-                room.iter_mut().zip(&all[range]).for_each(|(x, b)| *x = f32::from_bits(u32::from(*b) << 16));
-                room
+        let (keys, values) = (Parts::new(keys), Parts::new(values));
+        let heads_of = |all: &'_ [f32], at: usize| all.as_chunks::<D>().0[at];
+        pool.run(a.tokens.div_ceil(TOKENS_PER_STORE), |unit| {
+            for token in unit * TOKENS_PER_STORE..a.tokens.min((unit + 1) * TOKENS_PER_STORE) {
+                for head in 0..a.kv_heads {
+                    let (from, to) = (token * a.kv_heads + head, head * capacity + a.position + token);
+                    let mut key = [0.0; D];
+                    turn_head(isa, &heads_of(a.keys, from), a.key_norm, a.eps, &a.angles[token], &mut key);
+                    // SAFETY: a token belongs to one unit.
+                    let (key_row, value_row) = unsafe { (keys.part(to, 1), values.part(to, 1)) };
+                    store(&key, &mut key_row[0]);
+                    store(&heads_of(a.values, from), &mut value_row[0]);
+                }
             }
-        };
-        rows.as_chunks::<LANES>().0.as_chunks::<VECTORS>().0
+        });
+    }
+    [keys, values]
+}
+
+kernel! {
+    /// Norm and RoPE of a head.
+    fn turn_head(x: &[f32; D], weight: &[f32], eps: f32, angles: &Angles, out: &mut [f32; D]) = turn_head_body;
+}
+
+#[inline(always)]
+fn turn_head_body<const FUSED: bool>(x: &[f32; D], weight: &[f32], eps: f32, angles: &Angles, out: &mut [f32; D]) {
+    rms_norm_body::<FUSED>(x, weight, eps, out);
+    angles.rotate(out);
+}
+
+/// Keys and values of one layer, stored.
+#[derive(Clone, Copy)]
+enum Rows<'a> {
+    F32([&'a [Row<[f32; 2 * LANES]>]; 2]),
+    Bf16([&'a [Row<[u32; LANES]>]; 2]),
+}
+
+/// A layer whose cache holds all tokens.
+struct Layer<'a> {
+    a: &'a Attention<'a>,
+    isa: Isa,
+    rows: Rows<'a>,
+    /// Query heads per key/value head.
+    heads: usize,
+    out: ActivationParts<'a>,
+}
+
+impl Layer<'_> {
+    /// Few tokens: workers take (head, keys), and what they leave is merged in the order of the keys.
+    fn run_split(&self, pool: &Pool, partials: &mut Partials) {
+        let (a, heads) = (self.a, self.heads);
+        let context = a.position + a.tokens;
+        let keys = split_keys(context);
+        let splits = context.div_ceil(keys);
+        let (rows, all_rows) = (a.tokens * heads, a.tokens * a.query_heads);
+        {
+            let values = Parts::new(&mut partials.values);
+            let (sums, maxima) = (Parts::new(&mut partials.sums), Parts::new(&mut partials.maxima));
+            pool.run(a.kv_heads * splits, |unit| {
+                let (head, split) = (unit % a.kv_heads, unit / a.kv_heads);
+                let pass = self.pass(head, 0..a.tokens, split * keys..context.min((split + 1) * keys));
+                let row = split * all_rows + head * rows;
+                // SAFETY: these rows belong to this unit alone.
+                let partial = unsafe {
+                    Partial {
+                        values: values.part(row * D, rows * D),
+                        sums: sums.part(row, rows),
+                        maxima: maxima.part(row, rows),
+                    }
+                };
+                with_scratch(room_len(rows), |room| attend(self.isa, &pass, partial, room));
+            });
+        }
+        pool.run(all_rows, |row| {
+            let mut values = [0.0; D];
+            let parts = || (0..splits).map(|split| split * all_rows + row);
+            let max = parts().fold(f32::NEG_INFINITY, |max, part| max.max(partials.maxima[part]));
+            let mut sum = 0.0;
+            for part in parts() {
+                let weight = (partials.maxima[part] - max).exp();
+                sum += weight * partials.sums[part];
+                add_weighted(self.isa, &mut values, &partials.values[part * D..][..D], weight);
+            }
+            let (head, row) = (row / rows, row % rows);
+            self.finish(row / heads, head * heads + row % heads, &mut values, sum);
+        });
+    }
+
+    /// Many tokens: workers take (head, tokens) over all keys; those with the most keys first.
+    fn run_passes(&self, pool: &Pool) {
+        let (a, heads) = (self.a, self.heads);
+        let blocks = a.tokens.div_ceil(TOKENS_PER_PASS);
+        pool.run(a.kv_heads * blocks, |unit| {
+            let (head, block) = (unit % a.kv_heads, blocks - 1 - unit / a.kv_heads);
+            let first = block * TOKENS_PER_PASS;
+            let tokens = first..a.tokens.min(first + TOKENS_PER_PASS);
+            let rows = tokens.len() * heads;
+            let pass = self.pass(head, tokens.clone(), 0..a.position + tokens.end);
+            with_scratch(rows * (D + 2) + room_len(rows), |scratch| {
+                let (values, scratch) = scratch.split_at_mut(rows * D);
+                let (sums, scratch) = scratch.split_at_mut(rows);
+                let (maxima, room) = scratch.split_at_mut(rows);
+                attend(self.isa, &pass, Partial { values: &mut *values, sums: &mut *sums, maxima }, room);
+                for (row, values) in values.as_chunks_mut().0.iter_mut().enumerate() {
+                    self.finish(first + row / heads, head * heads + row % heads, values, sums[row]);
+                }
+            });
+        });
+    }
+
+    fn pass(&self, head: usize, tokens: Range<usize>, keys: Range<usize>) -> Pass<'_> {
+        Pass { a: self.a, rows: self.rows, head, heads: self.heads, tokens, keys }
+    }
+
+    /// Sums to attention, gated, of one query head of a token.
+    fn finish(&self, token: usize, head: usize, values: &mut [f32; D], sum: f32) {
+        let [_, gate] = query_and_gate(self.a, token, head);
+        if let Rows::Bf16(_) = self.rows {
+            from_row_order::<[u32; LANES]>(values);
+        }
+        for value in values.iter_mut() {
+            *value /= sum;
+        }
+        let mut gated = [0.0; D];
+        sigmoid_gate(self.isa, values, gate, &mut gated);
+        // SAFETY: a query head of a token belongs to one unit.
+        unsafe { self.out.arrange(self.isa, token, head * D, &gated) };
     }
 }
 
-/// Narrows to BF16, to nearest even.
-pub(crate) fn narrow(from: &[f32], to: &mut [u16]) {
-    to.iter_mut().zip(from).for_each(|(to, x)| *to = bf16::from_f32(*x).to_bits());
+#[inline(always)]
+fn query_and_gate<'a>(a: &Attention<'a>, token: usize, head: usize) -> [&'a [f32; D]; 2] {
+    let pair = &a.query_gate.as_chunks::<D>().0[2 * (token * a.query_heads + head)..][..2];
+    [&pair[0], &pair[1]]
 }
 
 /// A piece of attention: one key/value head, tokens, keys.
 struct Pass<'a> {
-    /// `[tokens, queries per kv head, 256]` in place: token `t` has its heads at `t * stride`.
-    queries: &'a [f32],
-    stride: usize,
+    a: &'a Attention<'a>,
+    rows: Rows<'a>,
+    head: usize,
+    /// Query heads that share it.
     heads: usize,
-    tokens: usize,
-    /// Position of the first token: it sees the keys up to and including this one.
-    position: usize,
-    keys: Plane<'a>,
-    values: Plane<'a>,
-    /// Keys of this pass.
-    from: usize,
-    to: usize,
+    tokens: Range<usize>,
+    keys: Range<usize>,
 }
 
-/// What a pass leaves of a query: `sum_p exp(score_p - max) v_p`, the sum of the exponentials, and the maximum.
+impl Pass<'_> {
+    /// Keys `first ..` up to `count` that a row sees; rows are tokens, and of each its query heads.
+    #[inline(always)]
+    fn visible(&self, row: usize, first: usize, count: usize) -> usize {
+        let token = self.tokens.start + row / self.heads;
+        count.min((self.a.position + token + 1).saturating_sub(first))
+    }
+}
+
+/// What a pass leaves of each row: `sum_p exp(score_p - max) v_p`, the sum of the exponentials, and the maximum.
 struct Partial<'a> {
+    /// In the order in which sums meet rows of the cache.
     values: &'a mut [f32],
     sums: &'a mut [f32],
     maxima: &'a mut [f32],
+}
+
+/// Scratch of a pass: queries and scores.
+const fn room_len(rows: usize) -> usize {
+    rows * (D + KEYS)
 }
 
 kernel! {
     fn attend(pass: &Pass<'_>, out: Partial<'_>, room: &mut [f32]) = attend_body;
 }
 
-/// Scratch of a pass: scores, keys and values of a block.
-const fn room_len(rows: usize) -> usize {
-    rows * KEYS + 2 * KEYS * D
-}
-
 #[inline(always)]
 fn attend_body<const FUSED: bool>(pass: &Pass<'_>, out: Partial<'_>, room: &mut [f32]) {
-    let rows = pass.tokens * pass.heads;
-    let (scores, room) = room.split_at_mut(rows * KEYS);
-    let (key_room, value_room) = room.split_at_mut(KEYS * D);
-    out.values.fill(0.0);
-    out.sums.fill(0.0);
-    out.maxima.fill(f32::NEG_INFINITY);
-    for first in (pass.from..pass.to).step_by(KEYS) {
-        let count = KEYS.min(pass.to - first);
-        let keys = pass.keys.rows(first, count, key_room);
-        score_block::<FUSED>(pass, keys, scores);
-        let values = pass.values.rows(first, count, value_room);
-        for token in 0..pass.tokens {
-            let visible = count.min((pass.position + token + 1).saturating_sub(first));
-            let row = token * pass.heads;
-            for row in row..row + pass.heads {
-                let scores = &mut scores[row * KEYS..][..visible];
-                let values = &mut out.values[row * D..][..D];
-                soften::<FUSED>(scores, values, &mut out.sums[row], &mut out.maxima[row]);
-            }
-            let sums = &mut out.values[row * D..][..pass.heads * D];
-            let weights = &scores[row * KEYS..][..pass.heads * KEYS];
-            add_values::<FUSED>(weights, &values[..visible], sums);
-        }
+    match pass.rows {
+        Rows::F32(rows) => attend_rows::<FUSED, _>(pass, rows, out, room),
+        Rows::Bf16(rows) => attend_rows::<FUSED, _>(pass, rows, out, room),
     }
 }
 
-/// Scores of all rows against a block of keys, `[rows, KEYS]`.
 #[inline(always)]
-fn score_block<const FUSED: bool>(pass: &Pass<'_>, keys: &[[Lanes; VECTORS]], scores: &mut [f32]) {
-    let rows = pass.tokens * pass.heads;
-    let query = |row: usize| -> &[Lanes] {
-        let at = row / pass.heads * pass.stride + row % pass.heads * D;
-        pass.queries[at..at + D].as_chunks::<LANES>().0
-    };
-    for first in (0..keys.len()).step_by(TILE_ROWS) {
-        let count = TILE_ROWS.min(keys.len() - first);
-        // Beyond the end the last key is scored again and not stored.
-        let key = |i: usize| &keys[first + i.min(count - 1)][..];
-        let keys = [key(0), key(1), key(2), key(3)];
+fn attend_rows<const FUSED: bool, B: Block>(
+    pass: &Pass<'_>,
+    layer: [&[Row<B>]; 2],
+    out: Partial<'_>,
+    room: &mut [f32],
+) {
+    let rows = pass.tokens.len() * pass.heads;
+    let (queries, scores) = room.split_at_mut(rows * D);
+    let queries = queries.as_chunks_mut().0;
+    prepare::<FUSED, B>(pass, queries);
+    let (scores, sums) = (scores.as_chunks_mut::<KEYS>().0, out.values.as_chunks_mut::<D>().0);
+    sums.as_flattened_mut().fill(0.0);
+    out.sums.fill(0.0);
+    out.maxima.fill(f32::NEG_INFINITY);
+
+    let capacity = layer[0].len() / pass.a.kv_heads;
+    let plane = pass.head * capacity..pass.head * capacity + pass.keys.end;
+    let (keys, values) = (&layer[0][plane.clone()], &layer[1][plane]);
+    for first in pass.keys.clone().step_by(KEYS) {
+        let count = KEYS.min(keys.len() - first);
+        // Every four rows meet the keys that the last of them sees.
+        let (block, ahead) = (&keys[first..first + count], &values[first..first + count]);
         let mut row = 0;
-        while row + TILE_TOKENS <= rows {
-            let block = tile::<FUSED, TILE_TOKENS>([query(row), query(row + 1), query(row + 2)], keys);
-            for (i, block) in block.iter().enumerate() {
-                scores[(row + i) * KEYS + first..][..count].copy_from_slice(&block[..count]);
-            }
-            row += TILE_TOKENS;
+        while row + TILE <= rows {
+            let seen = pass.visible(row + TILE - 1, first, count);
+            score::<FUSED, B, TILE>(&queries[row..], &block[..seen], &mut scores[row..], (row == 0).then_some(ahead));
+            row += TILE;
         }
         while row < rows {
-            let [block] = tile::<FUSED, 1>([query(row)], keys);
-            scores[row * KEYS + first..][..count].copy_from_slice(&block[..count]);
+            let seen = pass.visible(row, first, count);
+            score::<FUSED, B, 1>(&queries[row..], &block[..seen], &mut scores[row..], (row == 0).then_some(ahead));
+            row += 1;
+        }
+        for (row, scores) in scores.iter_mut().enumerate() {
+            let seen = pass.visible(row, first, count);
+            soften::<FUSED>(scores, seen, &mut sums[row], &mut out.sums[row], &mut out.maxima[row]);
+        }
+        let (block, ahead) = (&values[first..first + count], &keys[first + count..keys.len().min(first + 2 * KEYS)]);
+        let mut row = 0;
+        while row + TILE <= rows {
+            let seen = pass.visible(row + TILE - 1, first, count);
+            add_values::<FUSED, B, TILE>(&scores[row..], &block[..seen], &mut sums[row..], (row == 0).then_some(ahead));
+            row += TILE;
+        }
+        while row < rows {
+            let seen = pass.visible(row, first, count);
+            add_values::<FUSED, B, 1>(&scores[row..], &block[..seen], &mut sums[row..], (row == 0).then_some(ahead));
             row += 1;
         }
     }
 }
 
-/// Dot products of each of `x` with each of `w`, all of one length. The sum of a product does not depend on `TOKENS`.
+/// Queries of all rows, normed and rotated. The scale of the scores is a power of two and moves to the query.
 #[inline(always)]
-fn tile<const FUSED: bool, const TOKENS: usize>(
-    mut x: [&[Lanes]; TOKENS],
-    mut w: [&[Lanes]; TILE_ROWS],
-) -> [[f32; TILE_ROWS]; TOKENS] {
-    // With equal lengths in plain sight no access in the loop is checked.
-    let n = w[0].len();
-    for x in &mut x {
-        *x = &x[..n];
+fn prepare<const FUSED: bool, B: Block>(pass: &Pass<'_>, queries: &mut [[f32; D]]) {
+    let a = pass.a;
+    for (row, out) in queries.iter_mut().enumerate() {
+        let (token, head) = (pass.tokens.start + row / pass.heads, pass.head * pass.heads + row % pass.heads);
+        let [query, _] = query_and_gate(a, token, head);
+        turn_head_body::<FUSED>(query, a.query_norm, a.eps, &a.angles[token], out);
+        for x in out.iter_mut() {
+            *x *= SCALE;
+        }
+        to_row_order::<B>(out);
     }
-    for w in &mut w {
-        *w = &w[..n];
-    }
-    let mut sums = [[[0.0; LANES]; TILE_ROWS]; TOKENS];
-    for k in 0..n {
-        // In this order a weight is loaded when it is needed; the other way round all four stay in registers and two sums
-        // have to leave.
-        for r in 0..TILE_ROWS {
-            for t in 0..TOKENS {
-                add_product::<FUSED>(&mut sums[t][r], &x[t][k], &w[r][k]);
+}
+
+/// `256^-0.5`.
+const SCALE: f32 = 1.0 / 16.0;
+const _: () = assert!(D == 256, "the scale of scores");
+
+/// Scores of `ROWS` queries against keys; the rows `ahead` are asked for meanwhile.
+#[inline(always)]
+fn score<const FUSED: bool, B: Block, const ROWS: usize>(
+    queries: &[[f32; D]],
+    keys: &[Row<B>],
+    scores: &mut [[f32; KEYS]],
+    ahead: Option<&[Row<B>]>,
+) {
+    let (queries, scores) = (&queries[..ROWS], &mut scores[..ROWS]);
+    for first in (0..keys.len()).step_by(TILE_KEYS) {
+        if let Some(ahead) = ahead {
+            prefetch_rows(&ahead[first..ahead.len().min(first + TILE_KEYS)]);
+        }
+        // Beyond the end the last key is scored again; no one reads that.
+        let last = keys.len() - 1;
+        let tile = [&keys[first], &keys[last.min(first + 1)], &keys[last.min(first + 2)]];
+        let mut sums = [[[0.0; LANES]; TILE_KEYS]; ROWS];
+        add_half::<FUSED, B, ROWS, 0>(&mut sums, queries, tile);
+        add_half::<FUSED, B, ROWS, 1>(&mut sums, queries, tile);
+        for r in 0..ROWS {
+            for k in 0..TILE_KEYS {
+                scores[r][first + k] = total(sums[r][k]);
             }
         }
     }
-    let mut totals = [[0.0; TILE_ROWS]; TOKENS];
-    for t in 0..TOKENS {
-        for r in 0..TILE_ROWS {
-            totals[t][r] = total(sums[t][r]);
-        }
-    }
-    totals
 }
 
-/// Scores to exponentials, and what was summed before to the new maximum.
+/// Products of one half of all blocks: both at a time would not fit into registers.
 #[inline(always)]
-fn soften<const FUSED: bool>(scores: &mut [f32], values: &mut [f32], sum: &mut f32, max: &mut f32) {
-    if scores.is_empty() {
+fn add_half<const FUSED: bool, B: Block, const ROWS: usize, const HALF: usize>(
+    sums: &mut [[Lanes; TILE_KEYS]; ROWS],
+    queries: &[[f32; D]],
+    tile: [&Row<B>; TILE_KEYS],
+) {
+    let mut held = *sums;
+    let [k0, k1, k2] = tile;
+    for (b, ((k0, k1), k2)) in k0.iter().zip(k1).zip(k2).enumerate() {
+        let keys = [k0.half(HALF), k1.half(HALF), k2.half(HALF)];
+        for r in 0..ROWS {
+            let query = &queries[r].as_chunks::<LANES>().0[2 * b + HALF];
+            for k in 0..TILE_KEYS {
+                add_product::<FUSED>(&mut held[r][k], query, &keys[k]);
+            }
+        }
+    }
+    *sums = held;
+}
+
+/// The first `seen` scores to exponentials and the rest to nothing; what was summed before to the new maximum.
+#[inline(always)]
+fn soften<const FUSED: bool>(
+    scores: &mut [f32; KEYS],
+    seen: usize,
+    values: &mut [f32; D],
+    sum: &mut f32,
+    max: &mut f32,
+) {
+    if seen == 0 {
+        scores.fill(0.0);
         return;
     }
+    // Their exponential is the smallest that there is, 1e-38.
+    scores[seen..].fill(f32::NEG_INFINITY);
+    let vectors = scores.as_chunks_mut::<LANES>().0;
+    let mut lanes = [*max; LANES];
+    for scores in &*vectors {
+        for i in 0..LANES {
+            lanes[i] = if scores[i] > lanes[i] { scores[i] } else { lanes[i] };
+        }
+    }
     let mut highest = *max;
-    for score in &*scores {
-        highest = if *score > highest { *score } else { highest };
+    for lane in lanes {
+        highest = if lane > highest { lane } else { highest };
     }
     if highest > *max {
         let shrink = exp::<FUSED>(*max - highest);
@@ -198,7 +442,6 @@ fn soften<const FUSED: bool>(scores: &mut [f32], values: &mut [f32], sum: &mut f
         *sum *= shrink;
         *max = highest;
     }
-    let (vectors, rest) = scores.as_chunks_mut::<LANES>();
     let mut lanes = [0.0; LANES];
     for scores in vectors {
         for i in 0..LANES {
@@ -206,53 +449,43 @@ fn soften<const FUSED: bool>(scores: &mut [f32], values: &mut [f32], sum: &mut f
             lanes[i] += scores[i];
         }
     }
-    for score in rest {
-        *score = exp::<FUSED>(*score - highest);
-        *sum += *score;
-    }
     *sum += total(lanes);
 }
 
-/// `sums[row] += sum_p weights[row, p] values[p]`.
+/// `sums_r += sum_p weights_r[p] values_p` for `ROWS` rows; the rows `ahead` are asked for meanwhile.
 #[inline(always)]
-fn add_values<const FUSED: bool>(weights: &[f32], values: &[[Lanes; VECTORS]], sums: &mut [f32]) {
-    let (weights, sums) = (weights.as_chunks::<KEYS>().0, sums.as_chunks_mut::<LANES>().0.as_chunks_mut::<VECTORS>().0);
-    let (fours, ones) = sums.as_chunks_mut::<4>();
-    let (weights4, weights1) = weights.as_chunks::<4>();
-    for (sums, weights) in fours.iter_mut().zip(weights4) {
-        add_values_to::<FUSED, 4, 2>(weights, values, sums);
-    }
-    for (sums, weights) in ones.iter_mut().zip(weights1) {
-        add_values_to::<FUSED, 1, 8>(std::array::from_ref(weights), values, std::array::from_mut(sums));
-    }
-}
-
-/// The same for `ROWS` rows, `WIDTH` vectors of columns at a time in registers.
-#[inline(always)]
-fn add_values_to<const FUSED: bool, const ROWS: usize, const WIDTH: usize>(
-    weights: &[[f32; KEYS]; ROWS],
-    values: &[[Lanes; VECTORS]],
-    sums: &mut [[Lanes; VECTORS]; ROWS],
+fn add_values<const FUSED: bool, B: Block, const ROWS: usize>(
+    weights: &[[f32; KEYS]],
+    values: &[Row<B>],
+    sums: &mut [[f32; D]],
+    ahead: Option<&[Row<B>]>,
 ) {
-    for column in (0..VECTORS).step_by(WIDTH) {
-        let mut held = [[[0.0; LANES]; WIDTH]; ROWS];
-        for (held, sums) in held.iter_mut().zip(&*sums) {
-            held.copy_from_slice(&sums[column..column + WIDTH]);
+    const AHEAD: usize = KEYS / BLOCKS;
+    let (n, weights, sums) = (values.len().min(KEYS), &weights[..ROWS], &mut sums[..ROWS]);
+    for b in 0..BLOCKS {
+        if let Some(ahead) = ahead {
+            let end = ahead.len().min((b + 1) * AHEAD);
+            prefetch_rows(&ahead[end.min(b * AHEAD)..end]);
         }
-        for (p, value) in values.iter().enumerate() {
-            for (held, weights) in held.iter_mut().zip(weights) {
-                for (i, held) in held.iter_mut().enumerate() {
-                    add_scaled::<FUSED>(held, &value[column + i], weights[p]);
+        let mut held = [[[0.0; LANES]; 2]; ROWS];
+        for (held, sums) in held.iter_mut().zip(&*sums) {
+            held.copy_from_slice(&sums.as_chunks::<LANES>().0[2 * b..2 * b + 2]);
+        }
+        for p in 0..n {
+            let value = [values[p][b].half(0), values[p][b].half(1)];
+            for r in 0..ROWS {
+                for half in 0..2 {
+                    add_scaled::<FUSED>(&mut held[r][half], &value[half], weights[r][p]);
                 }
             }
         }
-        for (sums, held) in sums.iter_mut().zip(&held) {
-            sums[column..column + WIDTH].copy_from_slice(held);
+        for (held, sums) in held.iter().zip(&mut *sums) {
+            sums.as_chunks_mut::<LANES>().0[2 * b..2 * b + 2].copy_from_slice(held);
         }
     }
 }
 
-/// Results of single-token passes over splits of the keys, before they are merged.
+/// Results of passes over ranges of the keys, before they are merged.
 pub(crate) struct Partials {
     values: Buffer<f32>,
     sums: Buffer<f32>,
@@ -260,9 +493,10 @@ pub(crate) struct Partials {
 }
 
 impl Partials {
-    /// Room for one token of `query_heads` heads over `context` keys.
+    /// Room for the tokens of a pass, of `query_heads` heads over up to `context` keys.
     pub(crate) fn new(query_heads: usize, context: usize) -> Result<Partials> {
-        let rows = query_heads * context.div_ceil(SPLIT);
+        let splits = context.div_ceil(SPLIT_KEYS.end).max(SPLITS.min(context.div_ceil(SPLIT_KEYS.start)));
+        let rows = TOKENS_PER_PASS * query_heads * splits;
         let zeroed = |len| Buffer::zeroed("attention splits", len);
         Ok(Partials { values: zeroed(rows * D)?, sums: zeroed(rows)?, maxima: zeroed(rows)? })
     }
@@ -270,103 +504,5 @@ impl Partials {
     /// Its size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.values.bytes() + self.sums.bytes() + self.maxima.bytes()
-    }
-}
-
-/// Attention of one layer.
-pub(crate) struct Attention<'a> {
-    /// `[tokens, query heads, 256]`.
-    pub(crate) queries: &'a [f32],
-    pub(crate) tokens: usize,
-    pub(crate) query_heads: usize,
-    /// Position of the first token. Keys and values are stored up to the last token.
-    pub(crate) position: usize,
-    /// Per key/value head.
-    pub(crate) keys: Vec<Plane<'a>>,
-    /// Per key/value head.
-    pub(crate) values: Vec<Plane<'a>>,
-}
-
-impl Attention<'_> {
-    fn pass(&self, head: usize, first: usize, tokens: usize, keys: std::ops::Range<usize>) -> Pass<'_> {
-        let heads = self.query_heads / self.keys.len();
-        Pass {
-            queries: &self.queries[(first * self.query_heads + head * heads) * D..],
-            stride: self.query_heads * D,
-            heads,
-            tokens,
-            position: self.position + first,
-            keys: self.keys[head],
-            values: self.values[head],
-            from: keys.start,
-            to: keys.end,
-        }
-    }
-
-    /// Writes `out`, `[tokens, query heads, 256]`.
-    pub(crate) fn run(&self, pool: &Pool, isa: Isa, partials: &mut Partials, out: &mut [f32]) {
-        if self.tokens == 1 { self.run_split(pool, isa, partials, out) } else { self.run_passes(pool, isa, out) }
-    }
-
-    /// Many tokens: workers take (head, tokens) over all keys.
-    fn run_passes(&self, pool: &Pool, isa: Isa, out: &mut [f32]) {
-        let (kv_heads, heads) = (self.keys.len(), self.query_heads / self.keys.len());
-        let out = Parts::new(out);
-        pool.run(kv_heads * self.tokens.div_ceil(TOKENS_PER_PASS), |unit| {
-            let (head, first) = (unit % kv_heads, unit / kv_heads * TOKENS_PER_PASS);
-            let tokens = TOKENS_PER_PASS.min(self.tokens - first);
-            let rows = tokens * heads;
-            let pass = self.pass(head, first, tokens, 0..self.position + first + tokens);
-            with_scratch(rows * (D + 2) + room_len(rows), |scratch| {
-                let (values, scratch) = scratch.split_at_mut(rows * D);
-                let (sums, scratch) = scratch.split_at_mut(rows);
-                let (maxima, room) = scratch.split_at_mut(rows);
-                attend(isa, &pass, Partial { values: &mut *values, sums: &mut *sums, maxima }, room);
-                for (row, values) in values.chunks_exact(D).enumerate() {
-                    let at = ((first + row / heads) * self.query_heads + head * heads + row % heads) * D;
-                    // SAFETY: this head of this token belongs to this unit alone.
-                    let out = unsafe { out.part(at, D) };
-                    out.iter_mut().zip(values).for_each(|(out, v)| *out = v / sums[row]);
-                }
-            });
-        });
-    }
-
-    /// One token: workers take (head, keys), and what they leave is merged in the order of the keys.
-    fn run_split(&self, pool: &Pool, isa: Isa, partials: &mut Partials, out: &mut [f32]) {
-        let (kv_heads, heads) = (self.keys.len(), self.query_heads / self.keys.len());
-        let context = self.position + 1;
-        let splits = context.div_ceil(SPLIT);
-        {
-            let values = Parts::new(&mut partials.values);
-            let (sums, maxima) = (Parts::new(&mut partials.sums), Parts::new(&mut partials.maxima));
-            pool.run(kv_heads * splits, |unit| {
-                let (head, split) = (unit % kv_heads, unit / kv_heads);
-                let keys = split * SPLIT..context.min((split + 1) * SPLIT);
-                let pass = self.pass(head, 0, 1, keys);
-                let row = split * self.query_heads + head * heads;
-                // SAFETY: these rows belong to this unit alone.
-                let partial = unsafe {
-                    Partial {
-                        values: values.part(row * D, heads * D),
-                        sums: sums.part(row, heads),
-                        maxima: maxima.part(row, heads),
-                    }
-                };
-                with_scratch(room_len(heads), |room| attend(isa, &pass, partial, room));
-            });
-        }
-        for (head, out) in out.chunks_exact_mut(D).enumerate() {
-            let rows = || (0..splits).map(|split| split * self.query_heads + head);
-            let max = rows().fold(f32::NEG_INFINITY, |max, row| max.max(partials.maxima[row]));
-            let mut sum = 0.0;
-            out.fill(0.0);
-            for row in rows() {
-                let weight = (partials.maxima[row] - max).exp();
-                sum += weight * partials.sums[row];
-                super::norm::add_weighted(isa, out, &partials.values[row * D..][..D], weight);
-            }
-            out.iter_mut().for_each(|x| *x /= sum);
-        }
     }
 }

@@ -3,7 +3,7 @@
 mod attention;
 mod delta;
 
-use lily_backend::conformance::cases::{F32_FORMULA, F32_SUMS, Generator, LINEAR, ROUTES, assert_close};
+use lily_backend::conformance::cases::{F32_FORMULA, F32_SUMS, Generator, LINEAR, ROUTES, Tolerance, assert_close};
 use lily_backend::{Error, SamplingParams};
 use lily_model::{MoeWeights, Shape};
 use lily_reference::ops;

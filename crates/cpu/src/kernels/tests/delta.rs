@@ -6,8 +6,8 @@ use lily_reference::ops;
 
 use super::{EPS, on_every_path};
 use crate::device::{Isa, Pool};
-use crate::kernels::delta::{Delta, UNROLLED_FROM, delta};
 use crate::kernels::activations::Activations;
+use crate::kernels::delta::{Delta, UNROLLED_FROM, delta};
 
 const D: usize = Shape::DELTA_HEAD_DIM;
 
@@ -117,6 +117,10 @@ fn cases() -> impl Iterator<Item = DeltaCase> {
     DELTA.iter().copied().chain(lengths.map(|tokens| DeltaCase { key_heads: 1, value_heads: 2, tokens }))
 }
 
+/// State in f32, then outputs in 16 bits.
+const OUTPUT: Tolerance =
+    Tolerance { value: F32_RECURRENCE.value + 1.6e-5, reason: "that of the state, and 16 bits of output, 1.5e-5" };
+
 #[test]
 fn the_delta_mixer_is_that_of_the_reference_and_so_is_the_state_it_leaves() {
     on_every_path(|pool, isa| {
@@ -126,7 +130,7 @@ fn the_delta_mixer_is_that_of_the_reference_and_so_is_the_state_it_leaves() {
             let (outputs, expected_outputs) = (got.by_kernels(pool, isa, case.tokens), expected.by_reference());
             assert_eq!(got.history, expected.history, "{case:?}: history");
             assert_close(&got.state, &expected.state, F32_RECURRENCE, &format!("{isa:?} {case:?}: state"));
-            assert_close(&outputs, &expected_outputs, F32_RECURRENCE, &format!("{isa:?} {case:?}: output"));
+            assert_close(&outputs, &expected_outputs, OUTPUT, &format!("{isa:?} {case:?}: output"));
         }
     });
 }
