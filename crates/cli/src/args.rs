@@ -20,7 +20,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Element type of the KV cache.
-    #[arg(long, value_enum, default_value_t = KvType::F32)]
+    #[arg(long, value_enum, default_value_t = KvType::Bf16)]
     pub kv: KvType,
 }
 

