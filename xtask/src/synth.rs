@@ -1,11 +1,7 @@
 //! `synth`: a checkpoint of random weights in the published format, of any shape, at the speed of the disk.
 //!
-//! Every byte is a function of the seed, the tensor's name and the position in it. So tensors are written by several
-//! threads without buffers, and do not depend on how they are spread over shards. Magnitudes are chosen so that the
-//! residual stream, the decays and the logits stay in the range of a trained model; see [`layout`].
+//! What the tensors hold is `lily_synth`'s; here they become files.
 
-mod fill;
-mod layout;
 mod shards;
 
 use std::path::{Path, PathBuf};
@@ -13,11 +9,13 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
-use lily_model::{Config, LayerKind, Shape};
+use lily_model::Shape;
+use lily_synth::{Order, TINY};
 use serde::Serialize;
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 
-use shards::Order;
+/// The published shards have at most 5 GiB.
+const SHARD_BYTES: u64 = 5 << 30;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -36,7 +34,7 @@ pub struct Args {
     #[arg(long)]
     aligned: bool,
     /// Most bytes of tensors in a shard (a larger single tensor gets its own)
-    #[arg(long, default_value_t = 5 << 30)]
+    #[arg(long, default_value_t = SHARD_BYTES)]
     shard_bytes: u64,
     /// Directory to copy tokenizer.json, chat_template.jinja and their configurations from; by default what
     /// `cargo xtask tokenizer` rebuilt, or the stand-in of testdata/tiny
@@ -81,22 +79,28 @@ struct Sizes {
     shared_width: Option<usize>,
 }
 
-/// The published configuration; a synthetic one differs in sizes and token ids only.
-const PUBLISHED: &str = include_str!("../../testdata/qwen3.6/config.json");
-
 const TOKENIZER: &str = "tokenizer.json";
 
 pub fn run(args: &Args) -> Result<()> {
     let shape = args.sizes.apply(args.shape.shape());
-    let config = config(&shape)?;
-    let out = &args.out;
+    let order = if args.aligned { Order::Aligned } else { Order::Misaligned };
+    write(&args.out, &shape, args.seed, order, args.shard_bytes)?;
+    copy_tokenizer(args.tokenizer.as_deref(), &shape, &args.out)
+}
+
+/// Configuration and weights of the seed that `lily bench --synthetic` has, too, as the published files lie.
+pub fn make(out: &Path, shape: &Shape) -> Result<()> {
+    write(out, shape, 0, Order::Misaligned, SHARD_BYTES)
+}
+
+fn write(out: &Path, shape: &Shape, seed: u64, order: Order, shard_bytes: u64) -> Result<()> {
+    let config = lily_synth::config(shape)?;
     std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
     let started = Instant::now();
-    let order = if args.aligned { Order::Aligned } else { Order::Misaligned };
-    let tensors = layout::tensors(&shape);
-    let total = shards::write(out, &tensors, args.seed, order, args.shard_bytes)?;
+    let tensors = lily_synth::tensors(shape);
+    let total = shards::write(out, &tensors, seed, order, shard_bytes)?;
+    // Last, so that what is unfinished is no checkpoint.
     write_json(&out.join("config.json"), &config)?;
-    copy_tokenizer(args.tokenizer.as_deref(), &shape, out)?;
     let seconds = started.elapsed().as_secs_f64();
     let gigabytes = total as f64 / 1e9;
     println!("{}: {} tensors, {gigabytes:.2} GB, {seconds:.1} s", out.display(), tensors.len());
@@ -108,20 +112,7 @@ impl BaseShape {
         match self {
             BaseShape::Qwen36 => Shape::QWEN36,
             BaseShape::Demo => Shape::DEMO,
-            BaseShape::Tiny => Shape {
-                hidden: 256,
-                layers: 4,
-                vocab: 1024,
-                query_heads: 4,
-                kv_heads: 2,
-                delta_key_heads: 2,
-                delta_value_heads: 4,
-                experts: 8,
-                experts_per_token: 2,
-                expert_width: 64,
-                shared_width: 64,
-                ..Shape::QWEN36
-            },
+            BaseShape::Tiny => TINY,
         }
     }
 }
@@ -145,68 +136,6 @@ impl Sizes {
     }
 }
 
-/// The published configuration with other sizes, checked as the engine checks it: a shape that no loader takes is an
-/// error here.
-fn config(shape: &Shape) -> Result<Value> {
-    let mut config: Value = serde_json::from_str(PUBLISHED)?;
-    let text = config["text_config"].as_object_mut().context("the published config has a text_config")?;
-    for (key, size) in [
-        ("hidden_size", shape.hidden),
-        ("num_hidden_layers", shape.layers),
-        ("vocab_size", shape.vocab),
-        ("num_attention_heads", shape.query_heads),
-        ("num_key_value_heads", shape.kv_heads),
-        ("linear_num_key_heads", shape.delta_key_heads),
-        ("linear_num_value_heads", shape.delta_value_heads),
-        ("num_experts", shape.experts),
-        ("num_experts_per_tok", shape.experts_per_token),
-        ("moe_intermediate_size", shape.expert_width),
-        ("shared_expert_intermediate_size", shape.shared_width),
-    ] {
-        text.insert(key.into(), size.into());
-    }
-    let kinds = (0..shape.layers).map(|layer| match shape.layer_kind(layer) {
-        LayerKind::Delta => "linear_attention",
-        LayerKind::Attention => "full_attention",
-    });
-    text.insert("layer_types".into(), kinds.collect());
-    if shape.vocab < Shape::QWEN36.vocab {
-        special_tokens(&mut config, shape.vocab);
-    }
-    for key in ["quantization", "quantization_config"] {
-        config[key] = quantization(shape.layers);
-    }
-    let read = Config::parse("the synthetic config.json", config.to_string().as_bytes())?;
-    ensure!(read.shape == *shape, "the configuration says {:?}, not {shape:?}", read.shape);
-    Ok(config)
-}
-
-/// Moves the special tokens to the top of a smaller vocabulary.
-fn special_tokens(config: &mut Value, vocab: usize) {
-    config["eos_token_id"] = json!([vocab - 1, vocab - 2]);
-    for key in ["bos_token_id", "eos_token_id"] {
-        config["text_config"][key] = json!(vocab - 2);
-    }
-    let images = ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"];
-    for (below, key) in images.into_iter().enumerate() {
-        config[key] = json!(vocab.saturating_sub(3 + below));
-    }
-}
-
-/// 4 bits everywhere but in the two gates of each MoE.
-fn quantization(layers: usize) -> Value {
-    let mut map: Map<String, Value> = [("group_size", json!(64)), ("bits", json!(4)), ("mode", json!("affine"))]
-        .map(|(key, value)| (key.to_owned(), value))
-        .into_iter()
-        .collect();
-    for layer in 0..layers {
-        for gate in ["gate", "shared_expert_gate"] {
-            map.insert(format!("{}layers.{layer}.mlp.{gate}", layout::PREFIX), json!({"group_size": 64, "bits": 8}));
-        }
-    }
-    map.into()
-}
-
 fn write_json(path: &Path, value: &Value) -> Result<()> {
     let mut text = Vec::new();
     let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");
@@ -222,9 +151,9 @@ fn copy_tokenizer(given: Option<&Path>, shape: &Shape, out: &Path) -> Result<()>
     let places = match given {
         Some(directory) => vec![directory.to_path_buf()],
         None if shape.vocab == Shape::QWEN36.vocab && published[0].join(TOKENIZER).is_file() => published.to_vec(),
-        None if shape.vocab >= BaseShape::Tiny.shape().vocab => vec![stand_in],
+        None if shape.vocab >= TINY.vocab => vec![stand_in],
         None => {
-            eprintln!("no tokenizer: the stand-in needs a vocabulary of {}", BaseShape::Tiny.shape().vocab);
+            eprintln!("no tokenizer: the stand-in needs a vocabulary of {}", TINY.vocab);
             return Ok(());
         }
     };
@@ -241,18 +170,13 @@ fn copy_tokenizer(given: Option<&Path>, shape: &Shape, out: &Path) -> Result<()>
 mod tests {
     use super::*;
 
+    const PUBLISHED: &str = include_str!("../../testdata/qwen3.6/config.json");
+
     #[test]
     fn the_configuration_of_the_full_size_is_the_published_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("config.json");
-        write_json(&path, &config(&Shape::QWEN36).unwrap()).unwrap();
+        write_json(&path, &lily_synth::config(&Shape::QWEN36).unwrap()).unwrap();
         assert_eq!(std::fs::read_to_string(path).unwrap(), PUBLISHED);
-    }
-
-    #[test]
-    fn a_shape_that_no_loader_takes_is_refused_by_field() {
-        let sizes = Sizes { hidden: Some(100), ..Sizes::default() };
-        let error = config(&sizes.apply(Shape::DEMO)).unwrap_err().to_string();
-        assert!(error.contains("hidden_size is 100"), "{error}");
     }
 }

@@ -261,6 +261,14 @@ pub trait Backend: Send {
     /// Replaces `state` by an exported one. After an error the state is at position 0.
     fn import(&mut self, state: StateId, from: &mut dyn Read) -> Result<()>;
 
+    /// Advances `state` by `tokens` without computing them: their keys and values are seeded noise of deviation 1, the
+    /// recurrent part stays as it is. For measuring decode in contexts that take too long to prefill. A backend may
+    /// refuse with [`Error::BadStep`].
+    fn feed_noise(&mut self, state: StateId, tokens: &[u32], seed: u64) -> Result<()> {
+        let _ = (state, tokens, seed);
+        Err(Error::BadStep("this backend makes no synthetic states".into()))
+    }
+
     /// Accepts a step; returns before the device has finished where the device allows it.
     fn submit(&mut self, step: Step) -> Result<Ticket>;
 

@@ -10,12 +10,26 @@ pub struct ModelArgs {
     /// Checkpoint directory. Default: the pulled model if it is there, else the small one inside the binary.
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
-    /// Device to run on.
-    #[arg(long, value_enum, default_value_t = BackendName::Auto)]
-    pub backend: BackendName,
     /// Longest context in tokens. Default: what the free memory allows, at most what the model was trained for.
     #[arg(long, value_name = "TOKENS")]
     pub ctx: Option<usize>,
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+impl ModelArgs {
+    /// The same on another device.
+    pub fn on(&self, backend: BackendName) -> ModelArgs {
+        ModelArgs { device: DeviceArgs { backend, ..self.device.clone() }, ..self.clone() }
+    }
+}
+
+/// Which device, and how it is used.
+#[derive(Args, Clone, Debug)]
+pub struct DeviceArgs {
+    /// Device to run on.
+    #[arg(long, value_enum, default_value_t = BackendName::Auto)]
+    pub backend: BackendName,
     /// CPU threads. Default: one per physical core that this process may use.
     #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
@@ -42,6 +56,16 @@ pub enum KvType {
     F32,
     /// Half the memory, rounded keys and values.
     Bf16,
+}
+
+impl KvType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            KvType::F32 => 4,
+            KvType::Bf16 => 2,
+        }
+    }
 }
 
 /// How tokens are chosen. What is left out comes from the checkpoint's generation_config.json.

@@ -7,7 +7,7 @@ use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
 use lily_model::{Checkpoint, Source};
 use lily_reference::{Logits, Reference};
 
-use crate::args::{BackendName, KvType, ModelArgs};
+use crate::args::{BackendName, DeviceArgs, KvType, ModelArgs};
 use crate::exit::Usage;
 use crate::output::{bytes, grouped};
 
@@ -21,12 +21,12 @@ pub struct Forward {
 
 /// Loads the chosen backend with room for the chosen context.
 pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box<dyn Backend>> {
-    match args.backend {
+    match args.device.backend {
         BackendName::Auto | BackendName::Cpu => {
             let max_context = context(args, &checkpoint)?;
             let options = LoadOptions {
-                threads: args.threads,
-                kv: kv_dtype(args.kv),
+                threads: args.device.threads,
+                kv: kv_dtype(args.device.kv),
                 max_context: Some(max_context),
                 ..LoadOptions::default()
             };
@@ -41,7 +41,7 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
 
 /// One forward pass over `ids` from an empty state.
 pub fn forward(args: &ModelArgs, checkpoint: Checkpoint, ids: &[u32], trace: bool) -> anyhow::Result<Forward> {
-    if args.backend == BackendName::Reference {
+    if args.device.backend == BackendName::Reference {
         return Ok(reference_forward(&checkpoint, ids, trace));
     }
     let args = ModelArgs { ctx: Some(args.ctx.unwrap_or(ids.len())), ..args.clone() };
@@ -90,12 +90,17 @@ fn reference_forward(checkpoint: &Checkpoint, ids: &[u32], trace: bool) -> Forwa
 
 /// What each device says of itself for this checkpoint: its name with the kernel path, or why it cannot run it.
 pub fn probe(args: &ModelArgs, checkpoint: &Arc<Checkpoint>) -> Vec<String> {
-    let cpu = ModelArgs { backend: BackendName::Cpu, ..args.clone() };
+    let cpu = args.on(BackendName::Cpu);
     let describe = |device: ModelArgs| match load(&device, Arc::clone(checkpoint)) {
         Ok(backend) => backend.caps().name.clone(),
         Err(error) => format!("{error:#}"),
     };
     vec![describe(cpu)]
+}
+
+/// Threads of this machine that the chosen device works with.
+pub fn threads(args: &DeviceArgs) -> usize {
+    args.threads.unwrap_or_else(lily_cpu::default_threads)
 }
 
 fn kv_dtype(kv: KvType) -> KvDtype {
@@ -120,10 +125,7 @@ fn context(args: &ModelArgs, checkpoint: &Checkpoint) -> anyhow::Result<usize> {
         let most = grouped(shape.max_context);
         return Err(Usage(format!("--ctx {ctx}: expected 1 to {most}, the context the model was trained for")).into());
     }
-    let per_token = shape.kv_bytes_per_token(match args.kv {
-        KvType::F32 => 4,
-        KvType::Bf16 => 2,
-    });
+    let per_token = shape.kv_bytes_per_token(args.device.kv.bytes());
     let taken = resident_weights(checkpoint) + shape.recurrent_bytes() + MARGIN_BYTES;
     let fitting = available_memory().saturating_sub(taken) / per_token;
     let chosen = fitting.clamp(SMALLEST_DEFAULT_CONTEXT.min(shape.max_context), shape.max_context);
@@ -155,10 +157,11 @@ pub fn resident_memory() -> usize {
     system.process(pid).map_or(0, |p| usize::try_from(p.memory()).unwrap_or(usize::MAX))
 }
 
-/// Bytes that the weights need in memory to be read at full speed; those inside the binary are there already.
+/// Bytes that the weights need in memory to be read at full speed; those inside the binary or
+/// made in memory are there already.
 pub fn resident_weights(checkpoint: &Checkpoint) -> usize {
     match checkpoint.source {
         Source::Directory(_) => checkpoint.weights.quantized_bytes(),
-        Source::Embedded(_) => 0,
+        Source::Embedded(_) | Source::Memory(_) => 0,
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use lily_backend::{Stage, StageOutput};
-use lily_model::{Checkpoint, LayerKind, QuantMatrix, Shape};
+use lily_model::{Checkpoint, LayerKind, Shape};
 
 use crate::args::{BackendName, KvType, ModelArgs};
 use crate::exit::Usage;
@@ -74,7 +74,7 @@ fn describe(args: &InspectArgs, checkpoint: &Arc<Checkpoint>) {
     println!("vocabulary   {}", grouped(s.vocab));
     println!("context      up to {} tokens", grouped(s.max_context));
     describe_weights(args, checkpoint);
-    describe_fit(args.model.kv, checkpoint);
+    describe_fit(args.model.device.kv, checkpoint);
     for device in devices::probe(&args.model, checkpoint) {
         println!("device       {device}");
     }
@@ -83,7 +83,7 @@ fn describe(args: &InspectArgs, checkpoint: &Arc<Checkpoint>) {
 fn describe_weights(args: &InspectArgs, checkpoint: &Checkpoint) {
     let weights = &checkpoint.weights;
     println!("weights      {} in {} quantized matrices", bytes(weights.quantized_bytes()), weights.matrices().count());
-    println!("per token    {} of weights are read", bytes(weights_per_token(checkpoint)));
+    println!("per token    {} of weights are read", bytes(weights.bytes_per_token(&checkpoint.config.shape)));
     if weights.skipped.0 > 0 {
         println!(
             "skipped      {} tensors, {} (vision tower, multi-token prediction)",
@@ -106,26 +106,11 @@ fn describe_weights(args: &InspectArgs, checkpoint: &Checkpoint) {
     }
 }
 
-/// Weights that decoding one token touches: all dense matrices, the chosen experts, one row of the embedding.
-fn weights_per_token(checkpoint: &Checkpoint) -> usize {
-    let shape = &checkpoint.config.shape;
-    let touched = |m: &QuantMatrix| match m.experts {
-        1 => m.total_bytes(),
-        experts => m.total_bytes() / experts * shape.experts_per_token,
-    };
-    let embedding = &checkpoint.weights.embedding;
-    let all: usize = checkpoint.weights.matrices().map(touched).sum();
-    all - embedding.total_bytes() + embedding.total_bytes() / embedding.rows()
-}
-
 fn describe_fit(kv: KvType, checkpoint: &Checkpoint) {
     let shape = &checkpoint.config.shape;
     let available = devices::available_memory();
     println!("memory       {} free on this machine", bytes(available));
-    let element = match kv {
-        KvType::F32 => 4,
-        KvType::Bf16 => 2,
-    };
+    let element = kv.bytes();
     for context in [4096, 32_768, 131_072, 262_144] {
         if context > shape.max_context {
             continue;
@@ -152,9 +137,8 @@ fn diff(args: &InspectArgs, checkpoint: Checkpoint, left: BackendName, right: Ba
     }
     let ids = logits::parse_ids(&args.tokens, &checkpoint)?;
     let (source, shape) = (checkpoint.source.clone(), checkpoint.config.shape.clone());
-    let a = devices::forward(&ModelArgs { backend: left, ..args.model.clone() }, checkpoint, &ids, true)?;
-    let b =
-        devices::forward(&ModelArgs { backend: right, ..args.model.clone() }, Checkpoint::load(source)?, &ids, true)?;
+    let a = devices::forward(&args.model.on(left), checkpoint, &ids, true)?;
+    let b = devices::forward(&args.model.on(right), Checkpoint::load(source)?, &ids, true)?;
     println!("{:<24} {:>11} {:>11} {:>11}", "stage", "largest", "max |diff|", "mean |diff|");
     for stage in &a.trace {
         let Some(other) = b.trace.iter().find(|o| o.stage == stage.stage) else {

@@ -375,7 +375,7 @@ pub(crate) fn with_scratch<R>(len: usize, job: impl FnOnce(&mut [f32]) -> R) -> 
 
 /// The threads to use if nobody says otherwise: one per physical core, as far as the affinity mask and the quota of the
 /// container allow. A second thread on a core shares its memory port and gains nothing.
-pub(crate) fn default_threads() -> usize {
+pub fn default_threads() -> usize {
     let allowed = thread::available_parallelism().map_or(1, usize::from);
     physical_cores().map_or(allowed, |cores| cores.clamp(1, allowed))
 }

@@ -30,11 +30,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use lily_backend::{
-    Backend, Caps, Error, MemoryReport, Output, Result, RowOutput, SnapshotId, StageOutput, StateId, Step, Ticket, Want,
+    Backend, Caps, Error, MemoryReport, Output, Result, RowOutput, SamplingParams, SnapshotId, StageOutput, StateId,
+    Step, Ticket, Want,
 };
 use lily_model::Checkpoint;
 
-use device::{Buffer, Pool, default_threads, memory_bytes, populate};
+use device::{Buffer, Pool, memory_bytes, populate};
 use forward::Forward;
 use kernels::norm::all_finite;
 use kernels::sample::has_penalties;
@@ -42,6 +43,7 @@ use plan::{Plan, Scratch};
 use state::{Snapshot, State};
 use step::{CheckedRow, Pending, RowResult, Sampling};
 
+pub use device::default_threads;
 pub use state::KvDtype;
 
 /// How to load.
@@ -332,6 +334,32 @@ impl Backend for CpuBackend {
     fn import(&mut self, state: StateId, from: &mut dyn Read) -> Result<()> {
         let (fingerprint, vocab) = (self.plan.fingerprint, self.caps.vocab);
         self.state_mut(state)?.import(fingerprint, vocab, from)
+    }
+
+    fn feed_noise(&mut self, id: StateId, tokens: &[u32], seed: u64) -> Result<()> {
+        let (position, capacity) = (self.sound_state(id)?.position(), self.state(id)?.capacity());
+        if tokens.len() > capacity - position {
+            return Err(Error::ContextFull { position, more: tokens.len(), capacity });
+        }
+        if let Some(bad) = tokens.iter().find(|token| **token as usize >= self.caps.vocab) {
+            return Err(Error::BadStep(format!("token {bad} is outside the vocabulary of {}", self.caps.vocab)));
+        }
+        let (width, layers) = (self.plan.shape().kv_width(), self.plan.shape().attention_layers());
+        let state = self.states.get_mut(&id.0).ok_or_else(|| unknown("state", id.0))?;
+        let mut rows = vec![0.0; width];
+        for (position, token) in (position..).zip(tokens) {
+            for layer in 0..layers {
+                // Keys and values alike: what they are does not matter for speed.
+                for (i, x) in rows.iter_mut().enumerate() {
+                    let place = (position * layers + layer) * width + i;
+                    *x = 3f32.sqrt() * (2.0 * SamplingParams::uniform(seed, place) - 1.0);
+                }
+                state.store_kv(&self.pool, layer, position, &rows, &rows);
+            }
+            state.tokens.push(*token);
+        }
+        state.sampled = None;
+        Ok(())
     }
 
     fn submit(&mut self, step: Step) -> Result<Ticket> {

@@ -1,8 +1,11 @@
 //! A checkpoint directory, or one that the binary carries, opened as a whole.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use memmap2::Mmap;
 
@@ -18,13 +21,36 @@ pub enum Source {
     Directory(PathBuf),
     /// Files inside the binary: name and content.
     Embedded(&'static [(&'static str, &'static [u8])]),
+    /// Files that were made in memory.
+    Memory(MemoryFiles),
+}
+
+/// The files of a checkpoint in memory.
+#[derive(Clone)]
+pub struct MemoryFiles {
+    name: String,
+    files: Arc<BTreeMap<String, Arc<Vec<u8>>>>,
+}
+
+impl MemoryFiles {
+    /// Files by name, under the name that messages call them by.
+    pub fn new(name: impl Into<String>, files: impl IntoIterator<Item = (&'static str, Vec<u8>)>) -> MemoryFiles {
+        let files = files.into_iter().map(|(file, content)| (file.to_owned(), Arc::new(content)));
+        MemoryFiles { name: name.into(), files: Arc::new(files.collect()) }
+    }
+}
+
+impl fmt::Debug for MemoryFiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MemoryFiles({:?}, {:?})", self.name, self.files.keys())
+    }
 }
 
 /// The content of one file: mapped, inside the binary, or in memory.
 pub(crate) enum FileBytes {
     Mapped(Mmap),
     Static(&'static [u8]),
-    Owned(Vec<u8>),
+    Shared(Arc<Vec<u8>>),
 }
 
 impl Deref for FileBytes {
@@ -34,7 +60,7 @@ impl Deref for FileBytes {
         match self {
             FileBytes::Mapped(map) => map,
             FileBytes::Static(bytes) => bytes,
-            FileBytes::Owned(bytes) => bytes,
+            FileBytes::Shared(bytes) => bytes,
         }
     }
 }
@@ -45,6 +71,7 @@ impl Source {
         match self {
             Source::Directory(path) => path.display().to_string(),
             Source::Embedded(_) => "the checkpoint inside the binary".into(),
+            Source::Memory(files) => files.name.clone(),
         }
     }
 
@@ -53,6 +80,7 @@ impl Source {
         match self {
             Source::Directory(path) => path.join(file).display().to_string(),
             Source::Embedded(_) => format!("{file} inside the binary"),
+            Source::Memory(files) => format!("{file} of {}", files.name),
         }
     }
 
@@ -61,6 +89,7 @@ impl Source {
         match self {
             Source::Directory(path) => path.join(file).is_file(),
             Source::Embedded(files) => files.iter().any(|(name, _)| *name == file),
+            Source::Memory(memory) => memory.files.contains_key(file),
         }
     }
 
@@ -75,6 +104,7 @@ impl Source {
             Source::Embedded(files) => {
                 Ok(files.iter().find(|(name, _)| *name == file).map(|(_, bytes)| bytes.to_vec()))
             }
+            Source::Memory(memory) => Ok(memory.files.get(file).map(|bytes| bytes.to_vec())),
         }
     }
 
@@ -90,6 +120,11 @@ impl Source {
     /// A large file, mapped read-only.
     #[expect(unsafe_code, reason = "memory mapping is unsafe by nature; see the SAFETY note")]
     pub(crate) fn map(&self, file: &str) -> Result<FileBytes, ModelError> {
+        let missing_shard = || ModelError::MissingFile {
+            place: self.describe(),
+            file: file.into(),
+            needed: "every shard that its index names",
+        };
         match self {
             Source::Directory(path) => {
                 let read = |source| ModelError::Read { file: self.name_of(file), source };
@@ -109,14 +144,13 @@ impl Source {
                 // reader; README says not to change a checkpoint in use.
                 Ok(FileBytes::Mapped(unsafe { Mmap::map(&opened) }.map_err(read)?))
             }
-            Source::Embedded(files) => {
-                files.iter().find(|(name, _)| *name == file).map(|(_, bytes)| FileBytes::Static(bytes)).ok_or_else(
-                    || ModelError::MissingFile {
-                        place: self.describe(),
-                        file: file.into(),
-                        needed: "every shard that its index names",
-                    },
-                )
+            Source::Embedded(files) => files
+                .iter()
+                .find(|(name, _)| *name == file)
+                .map(|(_, bytes)| FileBytes::Static(bytes))
+                .ok_or_else(missing_shard),
+            Source::Memory(memory) => {
+                memory.files.get(file).map(|bytes| FileBytes::Shared(Arc::clone(bytes))).ok_or_else(missing_shard)
             }
         }
     }

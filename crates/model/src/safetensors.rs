@@ -26,7 +26,7 @@ impl TensorBytes {
     /// Bytes that belong to no file, for tests and synthetic matrices.
     pub fn from_vec(bytes: Vec<u8>) -> TensorBytes {
         let range = 0..bytes.len();
-        TensorBytes { file: Arc::new(FileBytes::Owned(bytes)), range }
+        TensorBytes { file: Arc::new(FileBytes::Shared(Arc::new(bytes))), range }
     }
 }
 

@@ -156,6 +156,17 @@ impl Weights {
         self.matrices().map(QuantMatrix::total_bytes).sum()
     }
 
+    /// Bytes of weights that decoding one token touches: all dense matrices, the chosen experts, one row of the embedding.
+    pub fn bytes_per_token(&self, shape: &Shape) -> usize {
+        let touched = |m: &QuantMatrix| match m.experts {
+            1 => m.total_bytes(),
+            experts => m.total_bytes() / experts * shape.experts_per_token,
+        };
+        let embedding = &self.embedding;
+        let all: usize = self.matrices().map(touched).sum();
+        all - embedding.total_bytes() + embedding.total_bytes() / embedding.rows()
+    }
+
     /// Every quantized matrix, in the order in which a forward pass needs them.
     pub fn matrices(&self) -> impl Iterator<Item = &QuantMatrix> {
         let layers = self.layers.iter().flat_map(|layer| {

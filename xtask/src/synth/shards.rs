@@ -1,28 +1,12 @@
 //! Tensors to safetensors shards and their index, one thread per shard and two at a time.
 
 use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
+use lily_synth::{Order, Spec, write_shard};
 use serde_json::{Map, Value, json};
-
-use super::fill::key;
-use super::layout::Spec;
-
-/// How tensors lie in a shard.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
-    /// In the order of a hash of their names behind a header of odd length, so that no element is aligned: the
-    /// published shards are like this.
-    Misaligned,
-    /// Words before half-words behind a padded header, so that each element is aligned.
-    Aligned,
-}
-
-/// Bytes made and written at a time: few enough to stay in a core's cache, enough to keep system calls rare.
-const BLOCK: usize = 1 << 20;
 
 /// A writer makes about 3 GB/s, more than a disk takes; the second one fills while the first waits for the disk.
 const WRITERS: usize = 2;
@@ -38,7 +22,9 @@ pub fn write(out: &Path, tensors: &[Spec], seed: u64, order: Order, shard_bytes:
         let worker = || -> Result<()> {
             while let Some((name, shard)) = next() {
                 let path = out.join(name);
-                write_shard(&path, shard, seed, order).with_context(|| format!("cannot write {}", path.display()))?;
+                File::create(&path)
+                    .and_then(|mut file| write_shard(&mut file, shard.clone(), seed, order))
+                    .with_context(|| format!("cannot write {}", path.display()))?;
             }
             Ok(())
         };
@@ -93,68 +79,26 @@ fn split(tensors: &[Spec], shard_bytes: u64) -> Vec<Vec<&Spec>> {
     shards
 }
 
-fn write_shard(path: &Path, shard: &[&Spec], seed: u64, order: Order) -> Result<()> {
-    let mut shard = shard.to_vec();
-    match order {
-        Order::Misaligned => shard.sort_by_key(|spec| key(0, &spec.name)),
-        Order::Aligned => shard.sort_by_key(|spec| std::cmp::Reverse(spec.fill.element_bytes())),
-    }
-    let mut file = File::create(path)?;
-    file.write_all(&header(&shard, order)?)?;
-    let mut block = vec![0; BLOCK];
-    for spec in shard {
-        let key = key(seed, &spec.seed_name);
-        for start in (0..spec.bytes()).step_by(BLOCK) {
-            let block = &mut block[..BLOCK.min(spec.bytes() - start)];
-            spec.fill.write(key, start, block);
-            file.write_all(block)?;
-        }
-    }
-    Ok(())
-}
-
-/// The length and the JSON of a safetensors header, padded with spaces to the alignment that `order` asks for.
-fn header(shard: &[&Spec], order: Order) -> Result<Vec<u8>> {
-    let mut entries = Map::new();
-    entries.insert("__metadata__".into(), json!({"format": "mlx"}));
-    let mut start = 0;
-    for spec in shard {
-        let end = start + spec.bytes();
-        let entry = json!({"dtype": spec.dtype(), "shape": spec.dims, "data_offsets": [start, end]});
-        entries.insert(spec.name.clone(), entry);
-        start = end;
-    }
-    let mut json = serde_json::to_vec(&entries)?;
-    let padded = match order {
-        Order::Misaligned => json.len() | 1,
-        Order::Aligned => (8 + json.len()).next_multiple_of(64) - 8,
-    };
-    json.resize(padded, b' ');
-    let mut header = (json.len() as u64).to_le_bytes().to_vec();
-    header.append(&mut json);
-    Ok(header)
-}
-
 #[cfg(test)]
 mod tests {
     use lily_model::{Checkpoint, Shape};
+    use lily_synth::{TINY, config, tensors};
 
-    use super::super::{BaseShape, config, layout, write_json};
+    use super::super::write_json;
     use super::*;
 
     fn synthetic(shape: &Shape, order: Order, shard_bytes: u64) -> (tempfile::TempDir, Checkpoint) {
         let directory = tempfile::tempdir().unwrap();
         write_json(&directory.path().join("config.json"), &config(shape).unwrap()).unwrap();
-        write(directory.path(), &layout::tensors(shape), 1, order, shard_bytes).unwrap();
+        write(directory.path(), &tensors(shape), 1, order, shard_bytes).unwrap();
         let checkpoint = Checkpoint::open(directory.path()).unwrap();
         (directory, checkpoint)
     }
 
     #[test]
     fn weights_do_not_depend_on_shards_and_alignment() {
-        let shape = BaseShape::Tiny.shape();
-        let (_one, one) = synthetic(&shape, Order::Aligned, u64::MAX);
-        let (directory, many) = synthetic(&shape, Order::Misaligned, 1 << 19);
+        let (_one, one) = synthetic(&TINY, Order::Aligned, u64::MAX);
+        let (directory, many) = synthetic(&TINY, Order::Misaligned, 1 << 19);
         assert!(directory.path().join("model-00002-of-00007.safetensors").is_file());
         for (a, b) in one.weights.matrices().zip(many.weights.matrices()) {
             assert_eq!(a.name, b.name);
@@ -167,31 +111,11 @@ mod tests {
 
     #[test]
     fn another_run_replaces_all_shards() {
-        let shape = BaseShape::Tiny.shape();
-        let (directory, _) = synthetic(&shape, Order::Misaligned, 1 << 19);
-        write(directory.path(), &layout::tensors(&shape), 2, Order::Misaligned, u64::MAX).unwrap();
+        let (directory, _) = synthetic(&TINY, Order::Misaligned, 1 << 19);
+        write(directory.path(), &tensors(&TINY), 2, Order::Misaligned, u64::MAX).unwrap();
         Checkpoint::open(directory.path()).unwrap();
         let mut files: Vec<_> = directory.path().read_dir().unwrap().map(|e| e.unwrap().file_name()).collect();
         files.sort();
         assert_eq!(files, ["config.json", "model.safetensors", "model.safetensors.index.json"]);
-    }
-
-    #[test]
-    fn matrices_have_the_deviation_their_gain_asks_for() {
-        let (_directory, checkpoint) = synthetic(&BaseShape::Tiny.shape(), Order::Misaligned, u64::MAX);
-        for (matrix, gain) in
-            [(&checkpoint.weights.embedding, 16.0f32), (&checkpoint.weights.layers[0].moe.router, 2.0)]
-        {
-            let (mut row, mut sum, mut squares, mut n) = (vec![0.0; matrix.inputs], 0.0, 0.0, 0.0);
-            for r in 0..matrix.rows() {
-                matrix.dequantize_row(r, &mut row);
-                sum += row.iter().sum::<f32>();
-                squares += row.iter().map(|x| x * x).sum::<f32>();
-                n += row.len() as f32;
-            }
-            let (mean, deviation, wanted) = (sum / n, (squares / n).sqrt(), gain / 16.0);
-            // 2048 numbers are the fewest here; the scales spread by 17 % and add 1.5 % to the deviation.
-            assert!(mean.abs() < 0.1 * wanted && (deviation / wanted - 1.0).abs() < 0.1, "{mean} {deviation}");
-        }
     }
 }

@@ -6,27 +6,31 @@
 
 use lily_model::{LayerKind, Shape};
 
-use super::fill::Fill;
+use crate::fill::Fill;
 
 /// What stands before the names of the text model, in the files and in the quantization block alike.
-pub const PREFIX: &str = "language_model.model.";
+pub(crate) const PREFIX: &str = "language_model.model.";
 
 /// One tensor to write.
 #[derive(Debug)]
 pub struct Spec {
+    /// Full name in the file.
     pub name: String,
     /// Dimensions, outermost first.
     pub dims: Vec<usize>,
+    /// Its content.
     pub fill: Fill,
     /// What the content is made from; the biases of a matrix share the seed of its scales.
     pub seed_name: String,
 }
 
 impl Spec {
+    /// Size of its data in bytes.
     pub fn bytes(&self) -> usize {
         self.dims.iter().product::<usize>() * self.fill.element_bytes()
     }
 
+    /// Element type as the header spells it.
     pub fn dtype(&self) -> &'static str {
         if matches!(self.fill, Fill::Codes) { "U32" } else { "BF16" }
     }

@@ -8,11 +8,24 @@ pub enum Fill {
     /// Packed codes, every value equally likely.
     Codes,
     /// Scales of either sign with magnitudes around `step`.
-    Scales { step: f32 },
+    Scales {
+        /// Mean magnitude.
+        step: f32,
+    },
     /// The biases that centre a group of codes on 0: `-middle` times the scale of the same group.
-    Biases { step: f32, middle: f32 },
+    Biases {
+        /// That of the scales.
+        step: f32,
+        /// Half of the highest code.
+        middle: f32,
+    },
     /// Uniform in `mean ± spread`.
-    Uniform { mean: f32, spread: f32 },
+    Uniform {
+        /// The middle.
+        mean: f32,
+        /// Half of the width.
+        spread: f32,
+    },
     /// Taps `[channels, 4]` of a causal filter, heavier on the newest.
     Taps,
     /// `A_log` of decay rates from 0.05 to 16, evenly in the logarithm.
@@ -76,7 +89,7 @@ pub fn key(seed: u64, name: &str) -> u64 {
 }
 
 /// The output function of SplitMix64 (Steele, Lea, Flood 2014) on a counter.
-fn hash(key: u64, index: u64) -> u64 {
+pub fn hash(key: u64, index: u64) -> u64 {
     let z = key.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
