@@ -1,6 +1,7 @@
 //! `lily`: the command line.
 
 mod args;
+mod bench;
 mod chat;
 mod checkpoint;
 mod devices;
@@ -36,6 +37,8 @@ enum Command {
     Chat(chat::ChatArgs),
     /// Show a checkpoint: shape, tensors, bytes, which context fits; compare two backends.
     Inspect(inspect::InspectArgs),
+    /// Measure prefill and decode speed, memory bandwidth and memory.
+    Bench(Box<bench::BenchArgs>),
     /// Write the logits of given token ids to a safetensors file.
     Logits(logits::LogitsArgs),
     /// Download the model (20.4 GB), or continue a download.
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(args),
         Command::Chat(args) => chat::chat(args),
         Command::Inspect(args) => inspect::inspect(args),
+        Command::Bench(args) => bench::bench(&args),
         Command::Logits(args) => logits::logits(args),
         Command::Pull(args) => pull::pull(&args),
         Command::Completions { shell } => {

@@ -1,0 +1,206 @@
+//! One context measured on a backend, as the contract says.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use lily_backend::{Backend, Input, Row, RowOutput, SamplingParams, SnapshotId, StateId, Step, Ticket, Want};
+use serde::{Deserialize, Serialize};
+
+use super::contract::{self, LONGEST_CONTEXT, LONGEST_PREFILL, PREFIX, PROBE, SEED, prompt_id};
+use super::stat::Stat;
+use super::stream::Stream;
+
+/// How the context came about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Start {
+    /// Every token of it was computed.
+    Prefill,
+    /// Its cache is noise but for the first tokens.
+    Synthetic,
+}
+
+/// What one context gave.
+pub struct Measured {
+    pub context: usize,
+    pub start: Start,
+    /// Tokens of prompt per second until the first token was delivered; `None` on a synthetic start.
+    pub prefill: Option<Stat>,
+    /// Tokens per second.
+    pub decode: Stat,
+    /// Bytes per second of the plain read.
+    pub read: Stat,
+    /// Of the first token and those of the decode steps.
+    pub digest: String,
+}
+
+/// A backend under measurement.
+pub struct Bench<'a> {
+    backend: &'a mut dyn Backend,
+    stream: Stream<'a>,
+    decode: usize,
+    rounds: usize,
+    /// Seconds per token of the longest prefill so far.
+    pace: f64,
+}
+
+/// One round in seconds.
+struct Round {
+    prefill: f64,
+    decode: f64,
+    read: f64,
+    tokens: Vec<u32>,
+}
+
+impl<'a> Bench<'a> {
+    /// Gets ready to measure: a prefill of [`PROBE`] tokens, or `shortest` if that is less, shows how fast they are.
+    pub fn new(
+        backend: &'a mut dyn Backend,
+        stream: Stream<'a>,
+        decode: usize,
+        rounds: usize,
+        shortest: usize,
+    ) -> anyhow::Result<Bench<'a>> {
+        let mut bench = Bench { backend, stream, decode, rounds, pace: 0.0 };
+        let probe = PROBE.min(shortest);
+        let state = bench.backend.new_state(probe)?;
+        // Twice: the first one also wakes the threads and touches the scratch memory.
+        for _ in 0..2 {
+            bench.backend.reset_state(state)?;
+            bench.pace = bench.feed(state, 0..probe)?.1.as_secs_f64() / probe as f64;
+        }
+        bench.backend.free_state(state)?;
+        Ok(bench)
+    }
+
+    /// Measures one context; those before it were shorter.
+    pub fn context(&mut self, context: usize) -> anyhow::Result<Measured> {
+        let state = self.backend.new_state(context + self.decode)?;
+        let measured = self.rounds(state, context);
+        self.backend.free_state(state)?;
+        measured
+    }
+
+    fn rounds(&mut self, state: StateId, context: usize) -> anyhow::Result<Measured> {
+        let started = Instant::now();
+        let expected = Duration::try_from_secs_f64(self.pace * context as f64).unwrap_or(Duration::MAX);
+        let start = if expected > LONGEST_PREFILL { Start::Synthetic } else { Start::Prefill };
+        let snapshot = match start {
+            Start::Prefill => None,
+            Start::Synthetic => Some(self.synthetic(state, context)?),
+        };
+        let warm_up = self.round(state, context, snapshot)?;
+        if start == Start::Prefill {
+            self.pace = warm_up.prefill / context as f64;
+        }
+        let mut rounds = Vec::new();
+        while rounds.is_empty() || rounds.len() < self.rounds && started.elapsed() < LONGEST_CONTEXT {
+            let round = self.round(state, context, snapshot)?;
+            if round.tokens != warm_up.tokens {
+                let number = rounds.len() + 1;
+                bail!(
+                    "context {context}: round {number} sampled other tokens ({}) than the warm-up ({}); the same steps \
+                     must give the same tokens, so no number of this run counts",
+                    contract::digest(&round.tokens),
+                    contract::digest(&warm_up.tokens)
+                );
+            }
+            tracing::info!(context, round = rounds.len() + 1, prefill_s = round.prefill, decode_s = round.decode);
+            rounds.push(round);
+        }
+        if let Some(snapshot) = snapshot {
+            self.backend.free_snapshot(snapshot)?;
+        }
+        let per_second = |tokens: usize, seconds: fn(&Round) -> f64| {
+            Stat::of(rounds.iter().map(|round| tokens as f64 / seconds(round)))
+        };
+        Ok(Measured {
+            context,
+            start,
+            prefill: (start == Start::Prefill).then(|| per_second(context, |round| round.prefill)),
+            decode: per_second(self.decode, |round| round.decode),
+            read: Stat::of(rounds.iter().map(|round| round.read)),
+            digest: contract::digest(&warm_up.tokens),
+        })
+    }
+
+    /// Brings `state` one token before `context` with a cache of noise.
+    fn synthetic(&mut self, state: StateId, context: usize) -> anyhow::Result<SnapshotId> {
+        let prefix = PREFIX.min(context - 1);
+        self.feed(state, 0..prefix)?;
+        let vocab = self.backend.caps().vocab;
+        let ids: Vec<u32> = (prefix..context - 1).map(|i| prompt_id(i, vocab)).collect();
+        self.backend.feed_noise(state, &ids, SEED)?;
+        Ok(self.backend.snapshot(state)?)
+    }
+
+    fn round(&mut self, state: StateId, context: usize, snapshot: Option<SnapshotId>) -> anyhow::Result<Round> {
+        let prompt = match snapshot {
+            None => {
+                self.backend.reset_state(state)?;
+                0..context
+            }
+            Some(snapshot) => {
+                self.backend.restore(state, snapshot)?;
+                context - 1..context
+            }
+        };
+        let (first, prefill) = self.feed(state, prompt)?;
+        let read = self.stream.read();
+        let (mut tokens, decode) = self.decode(state)?;
+        tokens.insert(0, first);
+        Ok(Round { prefill: prefill.as_secs_f64(), decode: decode.as_secs_f64(), read, tokens })
+    }
+
+    /// Feeds a part of the prompt; gives the token that follows it and the time until it was there.
+    fn feed(&mut self, state: StateId, prompt: Range<usize>) -> anyhow::Result<(u32, Duration)> {
+        let (vocab, chunk) = (self.backend.caps().vocab, self.backend.caps().max_chunk);
+        let ids: Vec<u32> = prompt.map(|i| prompt_id(i, vocab)).collect();
+        let chunks = ids.chunks(chunk);
+        let last = chunks.len().saturating_sub(1);
+        let started = Instant::now();
+        let mut token = None;
+        for (index, ids) in chunks.enumerate() {
+            let want = if index == last { self.greedy() } else { Want::Nothing };
+            let ticket = self.submit(state, Input::Tokens(ids.to_vec()), want)?;
+            token = self.wait(ticket)?;
+        }
+        Ok((token.context("the prompt is empty")?, started.elapsed()))
+    }
+
+    /// The decode steps, as many in flight as help the device.
+    fn decode(&mut self, state: StateId) -> anyhow::Result<(Vec<u32>, Duration)> {
+        let caps = self.backend.caps();
+        let in_flight = if caps.overlaps { caps.steps_in_flight } else { 1 };
+        let (mut flights, mut tokens) = (VecDeque::with_capacity(in_flight), Vec::with_capacity(self.decode));
+        let started = Instant::now();
+        for step in 0..self.decode + in_flight {
+            if flights.len() == in_flight || step >= self.decode {
+                let Some(ticket) = flights.pop_front() else { break };
+                tokens.extend(self.wait(ticket)?);
+            }
+            if step < self.decode {
+                flights.push_back(self.submit(state, Input::PreviousSample, self.greedy())?);
+            }
+        }
+        Ok((tokens, started.elapsed()))
+    }
+
+    fn greedy(&self) -> Want {
+        Want::Token(SamplingParams::greedy(self.backend.caps().vocab as u32))
+    }
+
+    fn submit(&mut self, state: StateId, input: Input, want: Want) -> anyhow::Result<Ticket> {
+        Ok(self.backend.submit(Step { rows: vec![Row { state, input, want }], trace: false })?)
+    }
+
+    /// The token of a step, if it wanted one.
+    fn wait(&mut self, ticket: Ticket) -> anyhow::Result<Option<u32>> {
+        Ok(match self.backend.wait(ticket)?.rows.first() {
+            Some(RowOutput::Token(token)) => Some(token.id),
+            _ => None,
+        })
+    }
+}
