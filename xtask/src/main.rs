@@ -1,5 +1,6 @@
 //! Developer commands of lily.
 
+mod bench_peers;
 mod check;
 mod goldens;
 mod standin;
@@ -14,6 +15,8 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(bin_name = "cargo xtask")]
 enum Command {
+    /// Measure lily against other engines on random weights of the same shape.
+    BenchPeers(Box<bench_peers::Args>),
     /// Check formatting, lints, tests, documentation and links.
     Check(check::Args),
     /// Make the wide checkpoint and its goldens with mlx-lm, which the ignored golden tests need.
@@ -28,6 +31,7 @@ enum Command {
 
 fn main() -> anyhow::Result<()> {
     match Command::parse() {
+        Command::BenchPeers(args) => bench_peers::run(&args),
         Command::Check(args) => check::run(&args),
         Command::Goldens(args) => goldens::run(&args),
         Command::Standin(args) => standin::run(&args),
