@@ -239,7 +239,7 @@ fn spread(numbers: &[f64]) -> [f64; 3] {
 }
 
 fn report(lily: &Numbers, peer: &Numbers) {
-    println!("{:<24} {:>24} {:>24}  {}", "tokens per second", "lily", llama::NAME, "ratio of medians");
+    println!("{:<24} {:>24} {:>24}  ratio of medians", "tokens per second", "lily", llama::NAME);
     let lines = CONTEXTS
         .map(|n| (PREFILL, n, "prefill of"))
         .into_iter()

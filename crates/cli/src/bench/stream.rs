@@ -52,7 +52,11 @@ impl<'a> Stream<'a> {
         while passes == 0 || started.elapsed() < SHORTEST {
             thread::scope(|scope| {
                 for parts in &self.threads {
-                    scope.spawn(move || parts.iter().for_each(|part| drop(black_box(sum(part)))));
+                    scope.spawn(move || {
+                        for part in parts {
+                            black_box(sum(part));
+                        }
+                    });
                 }
             });
             passes += 1;
