@@ -32,6 +32,9 @@ pub struct Args {
     /// The whole model: twice 19.5 GB on disk; fewer turns with more rounds in each.
     #[arg(long, conflicts_with_all = ["layers", "vocab"])]
     full: bool,
+    /// Only fetch, build and write what a measurement needs.
+    #[arg(long)]
+    prepare: bool,
     /// Timed runs of each engine. Default: 5; at full size 2 turns of 3.
     #[arg(long)]
     rounds: Option<usize>,
@@ -78,6 +81,9 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let place = crate::root().join("target/peers");
     let pair = Pair::prepare(args, &place, &shape)?;
+    if args.prepare {
+        return Ok(());
+    }
     // Turns, and rounds within a turn.
     let (turns, rounds) = match (args.full, args.rounds) {
         (true, rounds) => (2, rounds.unwrap_or(3)),
