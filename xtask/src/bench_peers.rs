@@ -1,8 +1,8 @@
 //! `bench-peers`: lily against the fastest peer of a device, on random weights of the same shape, in turns.
 //!
 //! Minutes apart, a shared machine differs more than two engines do. So the engines take turns: run by run on a cut of
-//! the model that fits into memory twice, block by block at full size, where each block begins with reading its file
-//! into the page cache.
+//! the model that fits into memory twice, in blocks of several runs at full size. Each turn begins with reading the
+//! engine's file into the page cache.
 
 mod gguf;
 mod llama;
@@ -93,18 +93,14 @@ pub fn run(args: &Args) -> Result<()> {
     let mut records: Vec<Value> = Vec::new();
     for turn in 1..=turns {
         eprintln!("bench-peers: turn {turn} of {turns}");
-        if args.full {
-            read_files(&pair.model)?;
-        }
+        read_files(&pair.model)?;
         let new = pair.lily(rounds, &mut lily)?;
         for (old, new) in records.iter().zip(&new) {
             let (old, new) = (&old["digest"], &new["digest"]);
             ensure!(old == new, "lily sampled other tokens ({new}) than in its first turn ({old})");
         }
         records = new;
-        if args.full {
-            read_files(&pair.gguf)?;
-        }
+        read_files(&pair.gguf)?;
         let threads = records[0]["threads"].as_u64().context("lily names no threads")?;
         pair.peer(rounds, threads as usize, &mut peer)?;
     }

@@ -47,3 +47,28 @@ fn results_do_not_depend_on_the_number_of_threads() {
     assert!(one == run(2), "two threads");
     assert!(one == run(7), "seven threads");
 }
+
+/// A synthetic context depends on its seed and nothing else, and a refused one leaves the state as it was.
+#[test]
+fn noise_is_seeded_and_takes_the_place_of_tokens() {
+    use lily_backend::{Error, Input, Row, RowOutput, Step, Want};
+    let logits = |seed| {
+        let mut backend = load(KvDtype::F32);
+        let state = backend.new_state(100).unwrap();
+        let mut feed = |backend: &mut dyn Backend, ids: &[u32]| {
+            let rows = vec![Row { state, input: Input::Tokens(ids.to_vec()), want: Want::LastLogits }];
+            let ticket = backend.submit(Step { rows, trace: false }).unwrap();
+            backend.wait(ticket).unwrap().rows.remove(0)
+        };
+        feed(&mut *backend, &[1, 2]);
+        backend.feed_noise(state, &[3; 50], seed).unwrap();
+        assert_eq!(backend.position(state).unwrap(), 52);
+        assert!(matches!(backend.feed_noise(state, &[3; 49], seed), Err(Error::ContextFull { position: 52, .. })));
+        assert!(matches!(backend.feed_noise(state, &[u32::MAX], seed), Err(Error::BadStep(_))));
+        assert_eq!(backend.position(state).unwrap(), 52);
+        let RowOutput::Logits(logits) = feed(&mut *backend, &[4]) else { panic!("logits were wanted") };
+        logits
+    };
+    assert_eq!(logits(1), logits(1));
+    assert_ne!(logits(1), logits(2));
+}

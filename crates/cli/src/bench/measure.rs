@@ -98,15 +98,7 @@ impl<'a> Bench<'a> {
         let mut rounds = Vec::new();
         while rounds.is_empty() || rounds.len() < self.rounds && started.elapsed() < LONGEST_CONTEXT {
             let round = self.round(state, context, snapshot)?;
-            if round.tokens != warm_up.tokens {
-                let number = rounds.len() + 1;
-                bail!(
-                    "context {context}: round {number} sampled other tokens ({}) than the warm-up ({}); the same steps \
-                     must give the same tokens, so no number of this run counts",
-                    contract::digest(&round.tokens),
-                    contract::digest(&warm_up.tokens)
-                );
-            }
+            must_repeat(context, rounds.len() + 1, &round.tokens, &warm_up.tokens)?;
             tracing::info!(context, round = rounds.len() + 1, prefill_s = round.prefill, decode_s = round.decode);
             rounds.push(round);
         }
@@ -202,5 +194,63 @@ impl<'a> Bench<'a> {
             Some(RowOutput::Token(token)) => Some(token.id),
             _ => None,
         })
+    }
+}
+
+/// Other tokens mean another computation, whose speed says nothing.
+fn must_repeat(context: usize, round: usize, tokens: &[u32], warm_up: &[u32]) -> anyhow::Result<()> {
+    if tokens == warm_up {
+        return Ok(());
+    }
+    bail!(
+        "context {context}: round {round} sampled other tokens ({}) than the warm-up ({}); the same steps must give the \
+         same tokens, so no number of this run counts",
+        contract::digest(tokens),
+        contract::digest(warm_up)
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use lily_model::Checkpoint;
+
+    use super::*;
+    use crate::args::{BackendName, DeviceArgs, KvType, ModelArgs};
+    use crate::devices;
+
+    /// Measures 100 tokens where a prefill is expected to take `pace` seconds per token.
+    fn measured(pace: f64) -> Measured {
+        let checkpoint = Checkpoint::load(lily_synth::in_memory("random", &lily_synth::TINY, SEED).unwrap()).unwrap();
+        let checkpoint = Arc::new(checkpoint);
+        let device = DeviceArgs { backend: BackendName::Cpu, threads: Some(2), kv: KvType::F32 };
+        let model = ModelArgs { model: None, ctx: Some(200), device };
+        let mut backend = devices::load(&model, Arc::clone(&checkpoint)).unwrap();
+        let stream = Stream::of_a_token(&checkpoint.weights, &checkpoint.config.shape, 2);
+        let mut bench = Bench::new(&mut *backend, stream, 5, 2, 100).unwrap();
+        assert!(bench.pace > 0.0);
+        bench.pace = pace;
+        bench.context(100).unwrap()
+    }
+
+    #[test]
+    fn contexts_that_take_too_long_to_prefill_start_from_noise() {
+        let computed = measured(1e-3);
+        assert_eq!((computed.start, computed.decode.rounds.len()), (Start::Prefill, 2));
+        assert_eq!(computed.prefill.as_ref().map(|prefill| prefill.rounds.len()), Some(2));
+        let noise = measured(LONGEST_PREFILL.as_secs_f64());
+        assert_eq!((noise.start, noise.decode.rounds.len()), (Start::Synthetic, 2));
+        assert!(noise.prefill.is_none());
+        assert_ne!(noise.digest, computed.digest);
+        assert_eq!(noise.digest, measured(LONGEST_PREFILL.as_secs_f64()).digest);
+        assert_eq!(computed.digest, measured(1e-3).digest);
+    }
+
+    #[test]
+    fn other_tokens_than_the_warm_up_gave_are_an_error() {
+        assert!(must_repeat(64, 1, &[1, 2, 3], &[1, 2, 3]).is_ok());
+        let error = must_repeat(64, 3, &[1, 2, 3], &[1, 2, 4]).unwrap_err().to_string();
+        assert!(error.contains("context 64: round 3"), "{error}");
     }
 }
