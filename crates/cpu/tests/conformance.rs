@@ -55,7 +55,7 @@ fn noise_is_seeded_and_takes_the_place_of_tokens() {
     let logits = |seed| {
         let mut backend = load(KvDtype::F32);
         let state = backend.new_state(100).unwrap();
-        let mut feed = |backend: &mut dyn Backend, ids: &[u32]| {
+        let feed = |backend: &mut dyn Backend, ids: &[u32]| {
             let rows = vec![Row { state, input: Input::Tokens(ids.to_vec()), want: Want::LastLogits }];
             let ticket = backend.submit(Step { rows, trace: false }).unwrap();
             backend.wait(ticket).unwrap().rows.remove(0)
