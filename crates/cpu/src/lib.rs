@@ -30,8 +30,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use lily_backend::{
-    Backend, Caps, Error, MemoryReport, Output, Result, RowOutput, SamplingParams, SnapshotId, StageOutput, StateId,
-    Step, Ticket, Want,
+    Backend, Caps, Error, MemoryReport, Output, Result, RowOutput, SnapshotId, StageOutput, StateId, Step, Ticket, Want,
 };
 use lily_model::Checkpoint;
 
@@ -344,21 +343,7 @@ impl Backend for CpuBackend {
         if let Some(bad) = tokens.iter().find(|token| **token as usize >= self.caps.vocab) {
             return Err(Error::BadStep(format!("token {bad} is outside the vocabulary of {}", self.caps.vocab)));
         }
-        let (width, layers) = (self.plan.shape().kv_width(), self.plan.shape().attention_layers());
-        let state = self.states.get_mut(&id.0).ok_or_else(|| unknown("state", id.0))?;
-        let mut rows = vec![0.0; width];
-        for (position, token) in (position..).zip(tokens) {
-            for layer in 0..layers {
-                // Keys and values alike: what they are does not matter for speed.
-                for (i, x) in rows.iter_mut().enumerate() {
-                    let place = (position * layers + layer) * width + i;
-                    *x = 3f32.sqrt() * (2.0 * SamplingParams::uniform(seed, place) - 1.0);
-                }
-                state.store_kv(&self.pool, layer, position, &rows, &rows);
-            }
-            state.tokens.push(*token);
-        }
-        state.sampled = None;
+        self.state_mut(id)?.feed_noise(tokens, seed);
         Ok(())
     }
 

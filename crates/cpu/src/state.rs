@@ -2,7 +2,8 @@
 
 use std::io::{Read, Write};
 
-use lily_backend::{Error, Result, Ticket};
+use half::bf16;
+use lily_backend::{Error, Result, SamplingParams, Ticket};
 use lily_model::Shape;
 
 use crate::device::Buffer;
@@ -208,6 +209,33 @@ impl State {
         self.delta.copy_from_slice(&from.delta);
         self.tokens.clone_from(&from.tokens);
         self.settle();
+    }
+
+    /// Advances by `ids`, which fit, with seeded noise for keys and values and the recurrent part as it is. Every plane
+    /// has the same noise: what it is does not matter for speed.
+    pub(crate) fn feed_noise(&mut self, ids: &[u32], seed: u64) {
+        let (rows, capacity) = (self.position()..self.position() + ids.len(), self.capacity());
+        let noise = |place: usize| 3f32.sqrt() * (2.0 * SamplingParams::uniform(seed, place) - 1.0);
+        let bits = |place: usize| u32::from(bf16::from_f32(noise(place)).to_bits());
+        for cache in [&mut self.keys, &mut self.values] {
+            match cache {
+                Cache::F32(all) => {
+                    for plane in all.chunks_exact_mut(capacity * D) {
+                        let own = &mut plane[rows.start * D..rows.end * D];
+                        own.iter_mut().zip(rows.start * D..).for_each(|(x, place)| *x = noise(place));
+                    }
+                }
+                Cache::Bf16(all) => {
+                    for plane in all.chunks_exact_mut(capacity * D / 2) {
+                        let own = &mut plane[rows.start * D / 2..rows.end * D / 2];
+                        let pairs = own.iter_mut().zip(rows.start * D / 2..);
+                        pairs.for_each(|(word, pair)| *word = bits(2 * pair) | bits(2 * pair + 1) << 16);
+                    }
+                }
+            }
+        }
+        self.tokens.extend(ids);
+        self.sampled = None;
     }
 
     /// Writes the state; `fingerprint` says to which checkpoint and KV dtype it belongs.
