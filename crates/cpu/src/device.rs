@@ -2,6 +2,8 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
+#[cfg(target_arch = "aarch64")]
+use std::arch::is_aarch64_feature_detected;
 use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -27,6 +29,12 @@ pub(crate) enum Isa {
     /// AVX-512 with the integer multiply-adds of VNNI, and the former.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// NEON with the dot products of bytes.
+    #[cfg(target_arch = "aarch64")]
+    Dotprod,
+    /// NEON with the former and the products of 2x8 by 8x2 bytes.
+    #[cfg(target_arch = "aarch64")]
+    I8mm,
 }
 
 impl Isa {
@@ -39,6 +47,10 @@ impl Isa {
                 && is_x86_feature_detected!("avx512vnni");
             return if wide { Isa::Avx512 } else { Isa::Avx2 };
         }
+        #[cfg(target_arch = "aarch64")]
+        if is_aarch64_feature_detected!("dotprod") {
+            return if is_aarch64_feature_detected!("i8mm") { Isa::I8mm } else { Isa::Dotprod };
+        }
         Isa::Portable
     }
 
@@ -48,6 +60,8 @@ impl Isa {
         match Isa::detect() {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => vec![Isa::Portable, Isa::Avx2, Isa::Avx512],
+            #[cfg(target_arch = "aarch64")]
+            Isa::I8mm => vec![Isa::Portable, Isa::Dotprod, Isa::I8mm],
             best => [Isa::Portable, best][usize::from(best == Isa::Portable)..].to_vec(),
         }
     }
@@ -60,6 +74,10 @@ impl Isa {
             Isa::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Isa::Dotprod => "neon-dotprod",
+            #[cfg(target_arch = "aarch64")]
+            Isa::I8mm => "neon-i8mm",
         }
     }
 }

@@ -165,7 +165,7 @@ impl Forward<'_> {
             rms_norm(plan.isa, &stream[(first + i) * hidden..][..hidden], &weights.norm, plan.shape().rms_eps, out);
         });
         if let Some(trace) = &mut self.trace {
-            let values = (0..count).flat_map(|i| normed.plain_row(i)).collect();
+            let values = (0..count).flat_map(|i| normed.plain_row(plan.isa, i)).collect();
             trace.push((Stage::outside(Part::FinalNorm), values));
         }
         project(self.pool, plan, normed, count, [(&weights.head, logits)]);
@@ -211,7 +211,8 @@ impl Forward<'_> {
 
     fn record_normed(&mut self, stage: Stage) {
         if let Some(trace) = &mut self.trace {
-            trace.push((stage, (0..self.tokens).flat_map(|token| self.scratch.normed.plain_row(token)).collect()));
+            let row = |token| self.scratch.normed.plain_row(self.plan.isa, token);
+            trace.push((stage, (0..self.tokens).flat_map(row).collect()));
         }
     }
 

@@ -21,13 +21,102 @@ const LARGEST: f32 = 32512.0;
 /// cache.
 const ROW_GAP: usize = 32;
 
+/// How the values of a group lie in its 128 bytes: as the codes do that an instruction set multiplies at a time.
+#[derive(Clone, Copy)]
+enum Order {
+    /// 16-bit values. Column `8 v + e + 4 h` (`v < 8`, `e < 4`, `h < 2`) stands at `16 e + 2 v + h`: a 32-bit word of eight
+    /// 4-bit codes, shifted by `4 e` and masked, has the codes of columns `e` and `e + 4` in its halves.
+    Words,
+    /// Values taken apart into signed bytes, `256 high + low`: [`Order::byte`], in runs of 16, a register.
+    #[cfg(target_arch = "aarch64")]
+    Bytes16,
+    /// The same in runs of 8, a register with the high and the low bytes of the same columns.
+    #[cfg(target_arch = "aarch64")]
+    Bytes8,
+}
+
+impl Order {
+    fn of(isa: Isa) -> Order {
+        match isa {
+            #[cfg(target_arch = "aarch64")]
+            Isa::Dotprod => Order::Bytes16,
+            #[cfg(target_arch = "aarch64")]
+            Isa::I8mm => Order::Bytes8,
+            _ => Order::Words,
+        }
+    }
+
+    /// Where column `i` stands among the values of [`Order::Words`].
+    const fn word(i: usize) -> usize {
+        16 * (i % 4) + 2 * (i / 8) + i / 4 % 2
+    }
+
+    /// Where the high byte of column `i` stands; the low one follows `RUN` later. Of `2 RUN` columns the even ones make a
+    /// run and the odd ones the next: `RUN` bytes of 4-bit codes, masked and shifted.
+    #[cfg(target_arch = "aarch64")]
+    const fn byte<const RUN: usize>(i: usize) -> usize {
+        let (columns, i) = (i / (2 * RUN), i % (2 * RUN));
+        2 * RUN * (2 * columns + i % 2) + i / 2
+    }
+
+    /// Writes a group.
+    #[inline(always)]
+    fn write(self, q: &[i32; GROUP], values: &mut [i16; GROUP]) {
+        match self {
+            // Words v, then planes e: as `word` says.
+            Order::Words => {
+                for v in 0..GROUP / 8 {
+                    for e in 0..4 {
+                        values[16 * e + 2 * v] = q[8 * v + e] as i16;
+                        values[16 * e + 2 * v + 1] = q[8 * v + e + 4] as i16;
+                    }
+                }
+            }
+            #[cfg(target_arch = "aarch64")]
+            Order::Bytes16 => write_bytes::<16>(q, values),
+            #[cfg(target_arch = "aarch64")]
+            Order::Bytes8 => write_bytes::<8>(q, values),
+        }
+    }
+
+    /// Column `i` of a group.
+    fn read(self, values: &[i16; GROUP], i: usize) -> i16 {
+        match self {
+            Order::Words => values[Order::word(i)],
+            #[cfg(target_arch = "aarch64")]
+            Order::Bytes16 => read_bytes::<16>(values, i),
+            #[cfg(target_arch = "aarch64")]
+            Order::Bytes8 => read_bytes::<8>(values, i),
+        }
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+#[inline(always)]
+fn write_bytes<const RUN: usize>(q: &[i32; GROUP], values: &mut [i16; GROUP]) {
+    let mut bytes = [0; 2 * GROUP];
+    for (i, q) in q.iter().enumerate() {
+        let low = *q as i8;
+        let at = Order::byte::<RUN>(i);
+        bytes[at] = ((q - i32::from(low)) >> 8) as u8;
+        bytes[at + RUN] = low as u8;
+    }
+    for (value, pair) in values.iter_mut().zip(bytes.as_chunks().0) {
+        *value = i16::from_ne_bytes(*pair);
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+fn read_bytes<const RUN: usize>(values: &[i16; GROUP], i: usize) -> i16 {
+    let byte = |at: usize| i16::from(values[at / 2].to_ne_bytes()[at % 2] as i8);
+    let at = Order::byte::<RUN>(i);
+    256 * byte(at) + byte(at + RUN)
+}
+
 /// One token's inputs.
-///
-/// In a group, column `8 v + e + 4 h` (`v < 8`, `e < 4`, `h < 2`) stands at `16 e + 2 v + h`: a 32-bit word of eight 4-bit
-/// codes, shifted by `4 e` and masked, has the codes of columns `e` and `e + 4` in its halves.
 #[derive(Clone, Copy)]
 pub(crate) struct Inputs<'a> {
-    /// `[groups, 64]`.
+    /// `[groups, 64]`, a group in the [`Order`] of the instruction set that it was made for.
     pub(crate) values: &'a [i16],
     /// `[groups]`, then zeros to a whole vector.
     pub(crate) scales: &'a [f32],
@@ -76,11 +165,12 @@ impl Activations {
         }
     }
 
-    /// The inputs of one token in f32 and in their own order, for a trace.
-    pub(crate) fn plain_row(&self, token: usize) -> Vec<f32> {
+    /// The inputs of one token, filled for `isa`, in f32 and in their own order, for a trace.
+    pub(crate) fn plain_row(&self, isa: Isa, token: usize) -> Vec<f32> {
         let Inputs { values, scales, .. } = self.row(token);
+        let order = Order::of(isa);
         let groups = values.as_chunks::<GROUP>().0.iter().zip(scales);
-        groups.flat_map(|(q, scale)| (0..GROUP).map(move |i| f32::from(q[place(i)]) * scale)).collect()
+        groups.flat_map(|(q, scale)| (0..GROUP).map(move |i| f32::from(order.read(q, i)) * scale)).collect()
     }
 
     /// Fills the rows of `tokens` tokens: `make` writes the plain row of a token into the slice that it is given.
@@ -125,11 +215,6 @@ impl Activations {
 /// Tokens that one worker takes at a time where the work per token is small.
 const TOKENS_PER_UNIT: usize = 4;
 
-/// Where column `i` of a group stands.
-const fn place(i: usize) -> usize {
-    16 * (i % 4) + 2 * (i / 8) + i / 4 % 2
-}
-
 /// [`Activations`] being written by several workers.
 pub(crate) struct ActivationParts<'a> {
     width: usize,
@@ -154,18 +239,18 @@ impl ActivationParts<'_> {
                 self.sums.part(group, plain.len() / GROUP),
             )
         };
-        quantize(isa, plain, values, scales, sums);
+        quantize(isa, Order::of(isa), plain, values, scales, sums);
     }
 }
 
 kernel! {
     /// Rounds whole groups; ties to even. A group with a value that is not finite has a scale that is not, so that
     /// whatever it meets is not either.
-    fn quantize(x: &[f32], values: &mut [i16], scales: &mut [f32], sums: &mut [f32]) = quantize_body;
+    fn quantize(order: Order, x: &[f32], values: &mut [i16], scales: &mut [f32], sums: &mut [f32]) = quantize_body;
 }
 
 #[inline(always)]
-fn quantize_body<const FUSED: bool>(x: &[f32], values: &mut [i16], scales: &mut [f32], sums: &mut [f32]) {
+fn quantize_body<const FUSED: bool>(order: Order, x: &[f32], values: &mut [i16], scales: &mut [f32], sums: &mut [f32]) {
     /// Adding it rounds to an integer, which then stands in the low bits.
     const ROUND: f32 = 12_582_912.0;
     let groups = x.as_chunks::<GROUP>().0.iter().zip(values.as_chunks_mut::<GROUP>().0);
@@ -191,13 +276,7 @@ fn quantize_body<const FUSED: bool>(x: &[f32], values: &mut [i16], scales: &mut 
             *q = i32::from((x * inverse + ROUND).to_bits() as u16 as i16);
             total += *q;
         }
-        // Words v, then planes e: as `place` says.
-        for v in 0..GROUP / 8 {
-            for e in 0..4 {
-                values[16 * e + 2 * v] = q[8 * v + e] as i16;
-                values[16 * e + 2 * v + 1] = q[8 * v + e + 4] as i16;
-            }
-        }
+        order.write(&q, values);
         *scale = max / LARGEST + zero;
         *sum = *scale * total as f32;
     }

@@ -4,14 +4,16 @@
 //! The work of one call is a range of rows. Bytes moved: the packed rows once, the inputs once per 16 rows from the
 //! second-level cache.
 //!
-//! 1. Codes of 16 rows and 4 groups are unpacked to 16-bit values, rows side by side: 8 KB, which stay in the first-level
-//!    cache.
-//! 2. A few tokens at a time meet them: a pair of a token's inputs times a pair of codes of each row, summed over a group
-//!    in integers, exactly as `gemv` does.
+//! 1. Codes of 16 rows and 4 groups are unpacked to 16-bit values or bytes, rows side by side: 8 KB or 4, which stay in the
+//!    first-level cache.
+//! 2. A few tokens at a time meet them: some inputs of a token times as many codes of each row, summed over a group in
+//!    integers, exactly as `gemv` does.
 //! 3. Per group the sums are scaled and added up in f32.
 //!
 //! Reference: `lily_reference::ops::linear` on the rounded inputs.
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -23,6 +25,54 @@ use crate::device::{Isa, Parts};
 pub(crate) const MOST_TOKENS: usize = 96;
 /// Rows that are worked on side by side.
 pub(crate) const TILE_ROWS: usize = 16;
+
+/// Makes the loop over rows, groups and tokens around what unpacks `DEPTH` groups to a `Tile` and what multiplies that, which
+/// is given `$many` tokens at a time, and of the last ones `$few`.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! gemm_for {
+    ($name:ident, $features:literal, $unpack:ident, $multiply:ident, $many:expr, $few:expr) => {
+        #[target_feature(enable = $features)]
+        pub(super) fn $name(
+            w: Packed<'_>,
+            x: Tokens<'_>,
+            from: usize,
+            count: usize,
+            first: usize,
+            rows: usize,
+            out: Place<'_>,
+        ) {
+            let mut tile = Tile::EMPTY;
+            let mut sums = [[0.0; TILE_ROWS]; MOST_TOKENS];
+            // Tokens and rows beyond the last are computed from it and not stored.
+            let inputs: [Inputs<'_>; MOST_TOKENS] = std::array::from_fn(|i| x.row(from + i.min(count - 1)));
+            for row in (0..rows).step_by(TILE_ROWS) {
+                let height = TILE_ROWS.min(rows - row);
+                let packed: [PackedRows<'_>; TILE_ROWS] =
+                    std::array::from_fn(|i| w.rows(first + row + i.min(height - 1), 1));
+                sums[..count].fill([0.0; TILE_ROWS]);
+                for group in (0..w.groups).step_by(DEPTH) {
+                    let depth = DEPTH.min(w.groups - group);
+                    $unpack(w.bits, &packed, group, depth, &mut tile);
+                    let many = count / $many * $many;
+                    let tiles = inputs[..many].as_chunks().0.iter().zip(sums[..many].as_chunks_mut().0);
+                    for (x, sums) in tiles {
+                        $multiply::<$many>(&tile, x, group, depth, sums);
+                    }
+                    let tiles = inputs[many..].as_chunks().0.iter().zip(sums[many..].as_chunks_mut().0);
+                    for (x, sums) in tiles.take((count - many).div_ceil($few)) {
+                        $multiply::<$few>(&tile, x, group, depth, sums);
+                    }
+                }
+                for (token, sums) in sums[..count].iter().enumerate() {
+                    // SAFETY: the caller of `gemm` keeps other workers away from these rows.
+                    unsafe { out.part(token, row, height) }.copy_from_slice(&sums[..height]);
+                }
+            }
+        }
+    };
+}
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use gemm_for;
 
 /// Where results go: those of a token are adjacent, tokens lie `stride` apart.
 #[derive(Clone, Copy)]
@@ -67,6 +117,12 @@ pub(crate) fn gemm(
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a value of `Isa::Avx512` exists only where the CPU was found to have what `avx512` enables.
         Isa::Avx512 => unsafe { x86::avx512(w, x, from, count, first, rows, out) },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: a value of `Isa::Dotprod` exists only where the CPU was found to have it.
+        Isa::Dotprod => unsafe { neon::dotprod(w, x, from, count, first, rows, out) },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: a value of `Isa::I8mm` exists only where the CPU was found to have it.
+        Isa::I8mm => unsafe { neon::i8mm(w, x, from, count, first, rows, out) },
         Isa::Portable => {
             for token in 0..count {
                 for row in 0..rows {

@@ -11,6 +11,8 @@
 //! halve the speed (measured on Zen 3: 59 to 73 % of a plain read with one row, 32 to 54 % with adjacent ones, 76 to
 //! 104 % with two far apart).
 
+#[cfg(target_arch = "aarch64")]
+pub(super) mod neon;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod x86;
 
@@ -149,6 +151,18 @@ pub(crate) fn gemv<const TOKENS: usize>(
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         (Isa::Avx512, Bits::Eight) => unsafe { x86::avx512::gemv::<TOKENS, true>(ranges, x, out) },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: a value of `Isa::Dotprod` exists only where the CPU was found to have it.
+        (Isa::Dotprod, Bits::Four) => unsafe { neon::dotprod::<TOKENS, false>(ranges, x, out) },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: as above.
+        (Isa::Dotprod, Bits::Eight) => unsafe { neon::dotprod::<TOKENS, true>(ranges, x, out) },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: a value of `Isa::I8mm` exists only where the CPU was found to have it.
+        (Isa::I8mm, Bits::Four) => unsafe { neon::i8mm::<TOKENS, false>(ranges, x, out) },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: as above.
+        (Isa::I8mm, Bits::Eight) => unsafe { neon::i8mm::<TOKENS, true>(ranges, x, out) },
         (Isa::Portable, _) => {
             for (row, out) in out.iter_mut().enumerate() {
                 *out = x.map(|x| ranges.map(|range| dot(bits, range, row, x)));
@@ -177,7 +191,7 @@ fn product(codes: &[i16; GROUP], x: &[i16; GROUP]) -> i32 {
     codes.iter().zip(x).map(|(code, x)| i32::from(*code) * i32::from(*x)).sum()
 }
 
-/// The codes of a group in the order of [`Inputs`].
+/// The codes of a group in the order of the portable [`Inputs`].
 fn codes4(bytes: &[u8; GROUP4]) -> [i16; GROUP] {
     let mut codes = [0; GROUP];
     for (v, word) in bytes.as_chunks::<4>().0.iter().enumerate() {

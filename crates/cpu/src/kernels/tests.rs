@@ -5,7 +5,8 @@ mod delta;
 
 use lily_backend::conformance::cases::{F32_FORMULA, F32_SUMS, Generator, LINEAR, ROUTES, Tolerance, assert_close};
 use lily_backend::{Error, SamplingParams};
-use lily_model::{MoeWeights, Shape};
+use lily_model::safetensors::TensorBytes;
+use lily_model::{Bits, MoeWeights, Shape};
 use lily_reference::ops;
 
 use super::activations::{Activations, Tokens};
@@ -38,8 +39,8 @@ fn activations(pool: &Pool, isa: Isa, x: &[f32], width: usize) -> Activations {
 }
 
 /// What the kernels are given after rounding.
-fn rounded(inputs: &Activations, tokens: usize) -> Vec<f32> {
-    (0..tokens).flat_map(|token| inputs.plain_row(token)).collect()
+fn rounded(isa: Isa, inputs: &Activations, tokens: usize) -> Vec<f32> {
+    (0..tokens).flat_map(|token| inputs.plain_row(isa, token)).collect()
 }
 
 #[test]
@@ -50,7 +51,7 @@ fn linears_of_every_size_are_those_of_the_reference() {
             let matrix = generator.matrix(case.bits, case.experts, case.outputs, case.inputs);
             let x = generator.values(case.tokens * case.inputs, 1.0);
             let inputs = activations(pool, isa, &x, case.inputs);
-            let x = rounded(&inputs, case.tokens);
+            let x = rounded(isa, &inputs, case.tokens);
             for expert in 0..case.experts {
                 let mut got = vec![f32::NAN; case.tokens * case.outputs];
                 let out = Parts::new(&mut got);
@@ -59,6 +60,44 @@ fn linears_of_every_size_are_those_of_the_reference() {
                 multiply(isa, Packed::of(&matrix, expert), x_of, 0, case.outputs, place);
                 let expected = ops::expert_linear(&x, &matrix, &vec![expert; case.tokens]);
                 assert_close(&got, &expected, F32_SUMS, &format!("{isa:?} {case:?} expert {expert}"));
+            }
+        }
+    });
+}
+
+#[test]
+fn a_group_is_an_exact_sum_of_integers() {
+    const ROWS: usize = 19;
+    const N: usize = Shape::GROUP;
+    // Where bytes carry and change sign. They are few and small enough for every part of a sum to stay below 2^24, even
+    // with codes of eight bits, so that f32 holds it exactly.
+    const EDGES: [i32; 12] = [-3968, 3967, -1, 0, 1, 127, 128, -128, -129, 255, 256, -257];
+    on_every_path(|pool, isa| {
+        for (bits, tokens) in [(Bits::Four, 1), (Bits::Four, 3), (Bits::Four, 14), (Bits::Eight, 3), (Bits::Eight, 14)]
+        {
+            let mut generator = Generator::new(tokens as u64);
+            let mut matrix = generator.matrix(bits, 1, ROWS, N);
+            matrix.scales = TensorBytes::from_vec(1f32.to_le_bytes()[2..].repeat(ROWS));
+            matrix.biases = TensorBytes::from_vec(vec![0; 2 * ROWS]);
+            // The first of a group is the largest that there is, so that its scale is 1.
+            let value = |i: usize| match (i / N, i % N) {
+                (token, 0) => [32512, -32512][token % 2],
+                (token, i) => EDGES[(7 * i + token) % EDGES.len()],
+            };
+            let x: Vec<f32> = (0..tokens * N).map(|i| value(i) as f32).collect();
+            let inputs = activations(pool, isa, &x, N);
+            assert_eq!(rounded(isa, &inputs, tokens), x, "{isa:?}");
+            let mut got = vec![f32::NAN; tokens * ROWS];
+            linear(pool, isa, Tokens::range(&inputs, 0, tokens), [Target { matrix: &matrix, out: &mut got }]);
+            for (i, got) in got.into_iter().enumerate() {
+                let (token, row) = (i / ROWS, i % ROWS);
+                let codes = matrix.row_codes(row);
+                let code = |i: usize| match bits {
+                    Bits::Four => codes[i / 2] >> (4 * (i % 2)) & 15,
+                    Bits::Eight => codes[i],
+                };
+                let exact: i32 = (0..N).map(|i| i32::from(code(i)) * value(token * N + i)).sum();
+                assert_eq!(got, exact as f32, "{isa:?} {bits:?} token {token} of {tokens}, row {row}");
             }
         }
     });
@@ -81,7 +120,7 @@ fn a_pass_over_many_matrices_gives_each_its_own_place() {
             let target = |i: usize, out| Target { matrix: &matrices[i], out };
             linear(pool, isa, Tokens::range(&inputs, 2, tokens), [target(0, a), target(1, b), target(2, c)]);
             for (matrix, out) in matrices.iter().zip(&outs) {
-                let expected = ops::linear(&rounded(&inputs, tokens + 2)[2 * 128..], matrix);
+                let expected = ops::linear(&rounded(isa, &inputs, tokens + 2)[2 * 128..], matrix);
                 assert_close(out, &expected, F32_SUMS, &format!("{isa:?} {tokens} tokens, {} rows", matrix.outputs));
             }
         }
@@ -141,7 +180,7 @@ fn experts_say_what_those_of_the_reference_say() {
             gate_up(pool, isa, &e, &inputs, &mut routed, &mut own);
             down(pool, isa, &e, &gates, &mut routed, &mut own, &mut got);
 
-            let x = rounded(&inputs, tokens);
+            let x = rounded(isa, &inputs, tokens);
             let mut expected = Vec::new();
             for (token, x) in x.chunks_exact(hidden).enumerate() {
                 let say = |mlp: &lily_model::Mlp, expert| {
@@ -175,7 +214,7 @@ fn activations_are_within_half_a_step_of_what_they_were_and_sums_are_of_what_the
         x[256..320].iter_mut().for_each(|x| *x *= 1e30);
         let inputs = activations(pool, isa, &x, 192);
         for token in 0..5 {
-            let got = inputs.plain_row(token);
+            let got = inputs.plain_row(isa, token);
             let groups = x[token * 192..][..192].chunks(64).zip(got.chunks(64));
             for ((x, got), sum) in groups.zip(inputs.row(token).sums) {
                 let largest = x.iter().fold(0f32, |largest, x| largest.max(x.abs()));

@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 use std::hint::black_box;
 
-use super::{MOST_TOKENS, Place, TILE_ROWS};
+use super::{MOST_TOKENS, Place, TILE_ROWS, gemm_for};
 use crate::kernels::activations::{GROUP, Inputs, Tokens};
 use crate::kernels::gemv::x86::{multiply_add, planes};
 use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRows};
@@ -24,57 +24,16 @@ struct Tile {
     biases: [[f32; TILE_ROWS]; DEPTH],
 }
 
-/// Makes the loop over rows, groups and tokens around a kernel, which is given `$many` tokens at a time, and of the last ones
-/// `$few`.
-macro_rules! gemm_for {
-    ($name:ident, $features:literal, $multiply:ident, $many:expr, $few:expr) => {
-        #[target_feature(enable = $features)]
-        pub(super) fn $name(
-            w: Packed<'_>,
-            x: Tokens<'_>,
-            from: usize,
-            count: usize,
-            first: usize,
-            rows: usize,
-            out: Place<'_>,
-        ) {
-            let mut tile = Tile {
-                codes: [[[0; 2 * TILE_ROWS]; PAIRS]; DEPTH],
-                scales: [[0.0; TILE_ROWS]; DEPTH],
-                biases: [[0.0; TILE_ROWS]; DEPTH],
-            };
-            let mut sums = [[0.0; TILE_ROWS]; MOST_TOKENS];
-            // Tokens and rows beyond the last are computed from it and not stored.
-            let inputs: [Inputs<'_>; MOST_TOKENS] = std::array::from_fn(|i| x.row(from + i.min(count - 1)));
-            for row in (0..rows).step_by(TILE_ROWS) {
-                let height = TILE_ROWS.min(rows - row);
-                let packed: [PackedRows<'_>; TILE_ROWS] =
-                    std::array::from_fn(|i| w.rows(first + row + i.min(height - 1), 1));
-                sums[..count].fill([0.0; TILE_ROWS]);
-                for group in (0..w.groups).step_by(DEPTH) {
-                    let depth = DEPTH.min(w.groups - group);
-                    unpack(w.bits, &packed, group, depth, &mut tile);
-                    let many = count / $many * $many;
-                    let tiles = inputs[..many].as_chunks().0.iter().zip(sums[..many].as_chunks_mut().0);
-                    for (x, sums) in tiles {
-                        $multiply::<$many>(&tile, x, group, depth, sums);
-                    }
-                    let tiles = inputs[many..].as_chunks().0.iter().zip(sums[many..].as_chunks_mut().0);
-                    for (x, sums) in tiles.take((count - many).div_ceil($few)) {
-                        $multiply::<$few>(&tile, x, group, depth, sums);
-                    }
-                }
-                for (token, sums) in sums[..count].iter().enumerate() {
-                    // SAFETY: the caller of `gemm` keeps other workers away from these rows.
-                    unsafe { out.part(token, row, height) }.copy_from_slice(&sums[..height]);
-                }
-            }
-        }
+impl Tile {
+    const EMPTY: Tile = Tile {
+        codes: [[[0; 2 * TILE_ROWS]; PAIRS]; DEPTH],
+        scales: [[0.0; TILE_ROWS]; DEPTH],
+        biases: [[0.0; TILE_ROWS]; DEPTH],
     };
 }
 
-gemm_for!(avx2, "avx2,fma", multiply_avx2, 4, 2);
-gemm_for!(avx512, "avx2,fma,avx512f,avx512vl,avx512vnni", multiply_avx512, 12, 4);
+gemm_for!(avx2, "avx2,fma", unpack, multiply_avx2, 4, 2);
+gemm_for!(avx512, "avx2,fma,avx512f,avx512vl,avx512vnni", unpack, multiply_avx512, 12, 4);
 
 /// Unpacks groups `group .. group + depth` of 16 rows.
 #[inline]

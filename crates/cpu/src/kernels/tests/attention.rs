@@ -123,7 +123,7 @@ impl Layer {
         let mut out = Activations::new(tokens, query_heads * D).unwrap();
         let kv = B::kv(Planes { keys: &mut cache.keys, values: &mut cache.values });
         attention(pool, isa, &mixer, kv, &mut partials, &mut out);
-        (0..tokens).flat_map(|t| out.plain_row(t)).collect()
+        (0..tokens).flat_map(|t| out.plain_row(isa, t)).collect()
     }
 
     /// The same by the reference, over what the cache holds.

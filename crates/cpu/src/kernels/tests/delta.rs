@@ -105,7 +105,7 @@ impl Layer {
                 eps: EPS,
             };
             delta(pool, isa, &mixer, &mut self.history, &mut self.state, &mut out);
-            outputs.extend((0..tokens).flat_map(|t| out.plain_row(t)));
+            outputs.extend((0..tokens).flat_map(|t| out.plain_row(isa, t)));
         }
         outputs
     }
