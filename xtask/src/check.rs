@@ -1,5 +1,6 @@
 //! `check`: what every change must pass.
 
+mod aarch64;
 mod markdown;
 
 use std::path::Path;
@@ -27,6 +28,8 @@ enum Stage {
     Doc,
     /// Links of the Markdown files lead somewhere, and the commands they show exist.
     Markdown,
+    /// The CPU backend for AArch64: lints, and unit tests on emulated processors. Says what it lacks tools for.
+    Aarch64,
 }
 
 pub fn run(args: &Args) -> Result<()> {
@@ -45,6 +48,7 @@ pub fn run(args: &Args) -> Result<()> {
                 succeed(doc.env("RUSTDOCFLAGS", "-D warnings"))?;
             }
             Stage::Markdown => markdown()?,
+            Stage::Aarch64 => aarch64::run()?,
         }
     }
     Ok(())

@@ -457,6 +457,30 @@ pub(crate) fn memory_bytes() -> usize {
 mod tests {
     use super::*;
 
+    /// For emulated processors, each with no more than it is named for: `cargo xtask check aarch64` runs them.
+    #[cfg(target_arch = "aarch64")]
+    mod detects {
+        use super::*;
+
+        #[test]
+        #[ignore = "needs a processor without dot products of bytes"]
+        fn portable() {
+            assert_eq!(Isa::all(), [Isa::Portable]);
+        }
+
+        #[test]
+        #[ignore = "needs a processor with dot products of bytes and without i8mm"]
+        fn dotprod() {
+            assert_eq!(Isa::all(), [Isa::Portable, Isa::Dotprod]);
+        }
+
+        #[test]
+        #[ignore = "needs a processor with i8mm"]
+        fn i8mm() {
+            assert_eq!(Isa::all(), [Isa::Portable, Isa::Dotprod, Isa::I8mm]);
+        }
+    }
+
     #[test]
     fn every_unit_is_done_once_whatever_the_number_of_threads() {
         for threads in [1, 2, 5] {
