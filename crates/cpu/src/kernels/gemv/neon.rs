@@ -7,11 +7,9 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{GROUP4, GROUP8, PackedRows, Pair};
+use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, prefetch};
 use crate::kernels::activations::{GROUP, Inputs};
 
-/// How far ahead of the codes in use the next ones are asked for; as on x86, where 1 to 8 KB made no difference.
-const PREFETCH_BYTES: usize = 2048;
 /// Groups whose scales are widened at a time: two vectors.
 const BLOCK: usize = 8;
 
@@ -24,6 +22,7 @@ pub(super) fn dotprod<const TOKENS: usize, const EIGHT: bool>(
 ) {
     let (groups, group_bytes) = checked::<TOKENS, EIGHT>(&ranges, x, out.len());
     for (row, out) in out.iter_mut().enumerate() {
+        prefetch_scales(&ranges, row, groups);
         let mut sums = [[vdupq_n_f32(0.0); TOKENS]; 2];
         for block in (0..groups).step_by(BLOCK) {
             let (at, count) = (row * groups + block, BLOCK.min(groups - block));
@@ -85,6 +84,7 @@ pub(super) fn i8mm<const TOKENS: usize, const EIGHT: bool>(
     let (groups, group_bytes) = checked::<TOKENS, EIGHT>(&ranges, x, out.len());
     let [a, b] = ranges;
     for (row, out) in out.iter_mut().enumerate() {
+        prefetch_scales(&ranges, row, groups);
         // Lanes: even groups of the two rows, odd groups of the two rows.
         let mut sums = [vdupq_n_f32(0.0); TOKENS];
         for block in (0..groups).step_by(BLOCK) {
@@ -200,11 +200,14 @@ pub(in crate::kernels) fn multiply(mut sum: int32x4_t, a: uint8x16_t, b: int8x16
     sum
 }
 
-/// Asks for the cache line at `at`, which may be no memory; `_prefetch`, which is not stable.
+/// Asks for scales and biases ahead of those of row `row`.
 #[inline(always)]
-fn prefetch(at: *const u8) {
-    // SAFETY: a hint that cannot fault.
-    unsafe { asm!("prfm pldl1keep, [{at}]", at = in(reg) at, options(nomem, nostack, preserves_flags)) };
+fn prefetch_scales(ranges: &[PackedRows<'_>; 2], row: usize, groups: usize) {
+    for range in ranges {
+        for values in [range.scales, range.biases] {
+            prefetch(values.as_ptr().wrapping_add(row * 2 * groups + PREFETCH_SCALE_BYTES));
+        }
+    }
 }
 
 /// `256 high + low`.
