@@ -19,6 +19,7 @@ pub(super) mod x86;
 use lily_model::{Bits, QuantMatrix, Shape};
 
 use super::activations::{GROUP, Inputs};
+use super::prefetch;
 use crate::device::Isa;
 
 /// Bytes of 4-bit codes in a group.
@@ -73,24 +74,6 @@ impl PackedRows<'_> {
 
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
-
-/// Asks for the cache line at `address`, which need not be mapped.
-#[inline(always)]
-fn prefetch(address: *const u8) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch reads nothing that the program could see and faults on no address.
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
-    }
-    // `_prefetch` is not stable.
-    #[cfg(target_arch = "aarch64")]
-    // SAFETY: as above.
-    unsafe {
-        std::arch::asm!("prfm pldl1keep, [{0}]", in(reg) address, options(nomem, nostack, preserves_flags));
-    }
-    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    let _ = address;
-}
 
 impl<'a> Packed<'a> {
     /// Expert `expert` of `matrix`; 0 for a plain one.
