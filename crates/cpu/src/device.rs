@@ -1,6 +1,5 @@
 //! What the backend asks of the machine: threads, memory, instruction set.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 #[cfg(target_arch = "aarch64")]
 use std::arch::is_aarch64_feature_detected;
@@ -15,6 +14,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use lily_backend::{Error, Result};
+use memmap2::MmapMut;
 
 /// The instruction sets that kernels are compiled for.
 ///
@@ -82,31 +82,66 @@ impl Isa {
     }
 }
 
-/// Zeroed memory that costs nothing until it is touched: the system hands out large blocks as untouched pages, so a
-/// state with room for a long context occupies what it has used.
+/// Zeroed memory. A large block costs nothing until it is touched, page by page, so a state with room for a long context
+/// occupies what it has used; and its pages are 2 MB each where the system has such, which saves faults and look-ups.
 pub(crate) struct Buffer<T> {
     data: NonNull<T>,
     len: usize,
+    /// Where the data is.
+    _block: Block<T>,
 }
 
+enum Block<T> {
+    Small(#[expect(dead_code, reason = "held for its memory")] Vec<T>),
+    Large(#[expect(dead_code, reason = "held for its memory")] MmapMut),
+}
+
+/// Bytes of a large page.
+const LARGE_PAGE: usize = 2 << 20;
+
 /// Types for which all bytes zero is a value.
-pub(crate) trait Zeroed: Copy + Send + Sync {}
-impl Zeroed for f32 {}
-impl Zeroed for u32 {}
-impl Zeroed for i16 {}
+pub(crate) trait Zeroed: Copy + Send + Sync {
+    /// That value.
+    const ZERO: Self;
+}
+impl Zeroed for f32 {
+    const ZERO: f32 = 0.0;
+}
+impl Zeroed for u32 {
+    const ZERO: u32 = 0;
+}
+impl Zeroed for i16 {
+    const ZERO: i16 = 0;
+}
 
 impl<T: Zeroed> Buffer<T> {
     /// `len` zeros; `what` names them where memory does not suffice.
     pub(crate) fn zeroed(what: &str, len: usize) -> Result<Buffer<T>> {
-        if len == 0 {
-            return Ok(Buffer { data: NonNull::dangling(), len });
-        }
         let needed = len.saturating_mul(size_of::<T>());
         let failed = || Error::OutOfMemory { what: what.into(), needed, available: memory_bytes() };
-        let layout = Layout::array::<T>(len).map_err(|_| failed())?;
-        // SAFETY: the layout has a size, because `len` is not zero and no `Zeroed` type is empty.
-        let data = unsafe { alloc_zeroed(layout) }.cast::<T>();
-        Ok(Buffer { data: NonNull::new(data).ok_or_else(failed)?, len })
+        if needed < LARGE_PAGE {
+            let mut block = Vec::new();
+            block.try_reserve_exact(len).map_err(|_| failed())?;
+            block.resize(len, T::ZERO);
+            let data = NonNull::new(block.as_mut_ptr()).ok_or_else(failed)?;
+            return Ok(Buffer { data, len, _block: Block::Small(block) });
+        }
+        // With a page more there is a start at a whole page, wherever the system puts the block.
+        let mapped = needed.checked_add(LARGE_PAGE).filter(|mapped| isize::try_from(*mapped).is_ok());
+        let mut block = MmapMut::map_anon(mapped.ok_or_else(failed)?).map_err(|_| failed())?;
+        // A system without large pages refuses, and small ones do as well.
+        #[cfg(target_os = "linux")]
+        let _ = block.advise(memmap2::Advice::HugePage);
+        let start = block.as_ptr().align_offset(LARGE_PAGE);
+        let data = NonNull::new(block[start..start + needed].as_mut_ptr().cast()).ok_or_else(failed)?;
+        Ok(Buffer { data, len, _block: Block::Large(block) })
+    }
+
+    /// A copy of values.
+    pub(crate) fn copy_of(what: &str, values: &[T]) -> Result<Buffer<T>> {
+        let mut copy = Buffer::zeroed(what, values.len())?;
+        copy.copy_from_slice(values);
+        Ok(copy)
     }
 
     /// Its size in bytes, touched or not.
@@ -115,22 +150,11 @@ impl<T: Zeroed> Buffer<T> {
     }
 }
 
-impl<T> Drop for Buffer<T> {
-    fn drop(&mut self) {
-        if self.len > 0
-            && let Ok(layout) = Layout::array::<T>(self.len)
-        {
-            // SAFETY: `data` came from the global allocator with this very layout.
-            unsafe { dealloc(self.data.as_ptr().cast(), layout) };
-        }
-    }
-}
-
 impl<T> Deref for Buffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `data` points to `len` values, zeroed when they were allocated, or dangles with `len` 0.
+        // SAFETY: `data` points to `len` values inside the block, zeroed when they were allocated.
         unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
     }
 }
@@ -536,5 +560,31 @@ mod tests {
         assert!(matches!(Buffer::<f32>::zeroed("x", usize::MAX / 2), Err(Error::OutOfMemory { .. })));
         assert!(Buffer::<f32>::zeroed("x", 1000).unwrap().iter().all(|v| *v == 0.0));
         assert!(Buffer::<f32>::zeroed("x", 0).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_large_buffer_starts_at_a_page_and_occupies_what_is_touched() {
+        let mut buffer = Buffer::<f32>::zeroed("x", 1 << 28).unwrap();
+        assert_eq!(buffer.as_ptr().align_offset(LARGE_PAGE), 0);
+        let before = resident_bytes();
+        for at in [0, (1 << 27) + 5, (1 << 28) - 1] {
+            assert_eq!(buffer[at], 0.0);
+            buffer[at] = 1.0;
+        }
+        let more = resident_bytes().saturating_sub(before);
+        // Other tests of this process run meanwhile, so this is not exact; the buffer is 1 GB.
+        assert!(more < 200 << 20, "{more} bytes for three pages");
+    }
+
+    /// Memory that this process occupies.
+    #[cfg(target_os = "linux")]
+    fn resident_bytes() -> usize {
+        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+        pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn resident_bytes() -> usize {
+        0
     }
 }

@@ -291,7 +291,7 @@ impl Backend for CpuBackend {
     }
 
     fn snapshot(&mut self, state: StateId) -> Result<SnapshotId> {
-        let snapshot = self.sound_state(state)?.snapshot();
+        let snapshot = self.sound_state(state)?.snapshot()?;
         let id = self.next_snapshot;
         self.next_snapshot += 1;
         self.snapshots.insert(id, snapshot);
