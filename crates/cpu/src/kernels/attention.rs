@@ -309,36 +309,44 @@ fn attend_rows<const FUSED: bool, B: Block>(
     let (keys, values) = (&layer[0][plane.clone()], &layer[1][plane]);
     for first in pass.keys.clone().step_by(KEYS) {
         let count = KEYS.min(keys.len() - first);
-        // Every four rows meet the keys that the last of them sees.
-        let (block, ahead) = (&keys[first..first + count], &values[first..first + count]);
+        // The rows of a tile meet the keys that the last of them sees.
         let mut row = 0;
-        while row + TILE <= rows {
-            let seen = pass.visible(row + TILE - 1, first, count);
-            score::<FUSED, B, TILE>(&queries[row..], &block[..seen], &mut scores[row..], (row == 0).then_some(ahead));
-            row += TILE;
-        }
         while row < rows {
-            let seen = pass.visible(row, first, count);
-            score::<FUSED, B, 1>(&queries[row..], &block[..seen], &mut scores[row..], (row == 0).then_some(ahead));
-            row += 1;
+            let tile = if rows - row >= TILE { TILE } else { 1 };
+            let block = &keys[first..first + pass.visible(row + tile - 1, first, count)];
+            let ahead = share(&values[first..first + count], row..row + tile, rows);
+            let (queries, scores) = (&queries[row..], &mut scores[row..]);
+            if tile == TILE {
+                score::<FUSED, B, TILE>(queries, block, scores, ahead);
+            } else {
+                score::<FUSED, B, 1>(queries, block, scores, ahead);
+            }
+            row += tile;
         }
         for (row, scores) in scores.iter_mut().enumerate() {
             let seen = pass.visible(row, first, count);
             soften::<FUSED>(scores, seen, &mut sums[row], &mut out.sums[row], &mut out.maxima[row]);
         }
-        let (block, ahead) = (&values[first..first + count], &keys[first + count..keys.len().min(first + 2 * KEYS)]);
         let mut row = 0;
-        while row + TILE <= rows {
-            let seen = pass.visible(row + TILE - 1, first, count);
-            add_values::<FUSED, B, TILE>(&scores[row..], &block[..seen], &mut sums[row..], (row == 0).then_some(ahead));
-            row += TILE;
-        }
         while row < rows {
-            let seen = pass.visible(row, first, count);
-            add_values::<FUSED, B, 1>(&scores[row..], &block[..seen], &mut sums[row..], (row == 0).then_some(ahead));
-            row += 1;
+            let tile = if rows - row >= TILE { TILE } else { 1 };
+            let block = &values[first..first + pass.visible(row + tile - 1, first, count)];
+            let ahead = share(&keys[first + count..keys.len().min(first + 2 * KEYS)], row..row + tile, rows);
+            let (weights, sums) = (&scores[row..], &mut sums[row..]);
+            if tile == TILE {
+                add_values::<FUSED, B, TILE>(weights, block, sums, ahead);
+            } else {
+                add_values::<FUSED, B, 1>(weights, block, sums, ahead);
+            }
+            row += tile;
         }
     }
+}
+
+/// Of what is to be asked for during `all` steps, what these steps ask for: evenly, or loads would wait behind.
+#[inline(always)]
+fn share<T>(ahead: &[T], steps: Range<usize>, all: usize) -> &[T] {
+    &ahead[ahead.len() * steps.start / all..ahead.len() * steps.end / all]
 }
 
 /// Queries of all rows, normed and rotated. The scale of the scores is a power of two and moves to the query.
@@ -366,13 +374,11 @@ fn score<const FUSED: bool, B: Block, const ROWS: usize>(
     queries: &[[f32; D]],
     keys: &[Row<B>],
     scores: &mut [[f32; KEYS]],
-    ahead: Option<&[Row<B>]>,
+    ahead: &[Row<B>],
 ) {
     let (queries, scores) = (&queries[..ROWS], &mut scores[..ROWS]);
     for first in (0..keys.len()).step_by(TILE_KEYS) {
-        if let Some(ahead) = ahead {
-            prefetch_rows(&ahead[first..ahead.len().min(first + TILE_KEYS)]);
-        }
+        prefetch_rows(share(ahead, first..keys.len().min(first + TILE_KEYS), keys.len()));
         // Beyond the end the last key is scored again; no one reads that.
         let last = keys.len() - 1;
         let tile = [&keys[first], &keys[last.min(first + 1)], &keys[last.min(first + 2)]];
@@ -458,21 +464,17 @@ fn add_values<const FUSED: bool, B: Block, const ROWS: usize>(
     weights: &[[f32; KEYS]],
     values: &[Row<B>],
     sums: &mut [[f32; D]],
-    ahead: Option<&[Row<B>]>,
+    ahead: &[Row<B>],
 ) {
-    const AHEAD: usize = KEYS / BLOCKS;
-    let (n, weights, sums) = (values.len().min(KEYS), &weights[..ROWS], &mut sums[..ROWS]);
+    let (values, weights, sums) = (&values[..values.len().min(KEYS)], &weights[..ROWS], &mut sums[..ROWS]);
     for b in 0..BLOCKS {
-        if let Some(ahead) = ahead {
-            let end = ahead.len().min((b + 1) * AHEAD);
-            prefetch_rows(&ahead[end.min(b * AHEAD)..end]);
-        }
+        prefetch_rows(share(ahead, b..b + 1, BLOCKS));
         let mut held = [[[0.0; LANES]; 2]; ROWS];
         for (held, sums) in held.iter_mut().zip(&*sums) {
             held.copy_from_slice(&sums.as_chunks::<LANES>().0[2 * b..2 * b + 2]);
         }
-        for p in 0..n {
-            let value = [values[p][b].half(0), values[p][b].half(1)];
+        for (p, value) in values.iter().enumerate() {
+            let value = [value[b].half(0), value[b].half(1)];
             for r in 0..ROWS {
                 for half in 0..2 {
                     add_scaled::<FUSED>(&mut held[r][half], &value[half], weights[r][p]);
