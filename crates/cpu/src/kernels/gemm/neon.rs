@@ -4,6 +4,8 @@
 //!
 //! Run on emulated processors only.
 
+#![expect(clippy::needless_range_loop, reason = "indices say which registers meet; most loops index several arrays")]
+
 use std::arch::aarch64::*;
 use std::hint::black_box;
 

@@ -4,6 +4,8 @@
 //! Inputs come taken apart into signed bytes, `256 high + low`; the products of either kind are summed apart and put
 //! together per group. Run on emulated processors only, so nothing here is tuned: the form is that of x86.
 
+#![expect(clippy::needless_range_loop, reason = "indices say which registers meet; most loops index several arrays")]
+
 use std::arch::aarch64::*;
 use std::arch::asm;
 
