@@ -99,22 +99,24 @@ impl FromStr for Synthetic {
     }
 }
 
-/// Memory that stays free beside synthetic weights, for states, activations and the rest of the system.
-const MARGIN_BYTES: usize = 1 << 30;
+/// Share of the free memory, in percent, that synthetic weights may take. More would push out the files that others work
+/// with, and a file of weights is the better choice: it counts as free itself.
+const MEMORY_PERCENT: usize = 80;
 
 impl Synthetic {
     /// Makes the weights, if there is memory for them.
     fn checkpoint(&self) -> anyhow::Result<Checkpoint> {
         // First: a shape without layers or the like has no sensible size.
         lily_synth::config(&self.shape)?;
-        let (needed, available) = (lily_synth::total_bytes(&self.shape) + MARGIN_BYTES, devices::available_memory());
+        let needed = lily_synth::total_bytes(&self.shape);
+        let available = devices::available_memory() / 100 * MEMORY_PERCENT;
         if needed > available {
             return Err(BackendError::OutOfMemory { what: format!("{} in memory", self.name), needed, available })
                 .context(
                     "use fewer layers, like --synthetic qwen36:4, or `cargo xtask synth --out DIR` and --model DIR",
                 );
         }
-        eprintln!("lily: making {} of random weights", bytes(needed - MARGIN_BYTES));
+        eprintln!("lily: making {} of random weights", bytes(needed));
         Ok(Checkpoint::load(lily_synth::in_memory(&self.name, &self.shape, contract::SEED)?)?)
     }
 }
