@@ -1,6 +1,6 @@
 //! `gemm`: many tokens through rows of a packed matrix, each code unpacked once for all of them.
 //!
-//! In: up to [`MOST_TOKENS`] tokens of [`Inputs`]; packed codes as for [`gemv`](super::gemv). Out: f32 per token and row.
+//! In: up to [`MOST_TOKENS`] tokens of [`Inputs`](super::activations::Inputs); packed codes as for [`gemv`](super::gemv). Out: f32 per token and row.
 //! The work of one call is a range of rows. Bytes moved: the packed rows once, the inputs once per 16 rows from the
 //! second-level cache.
 //!

@@ -1,7 +1,7 @@
 //! Passes over packed matrices: which worker takes which rows, and which kernel multiplies them.
 //!
 //! In: [`Activations`](super::activations::Activations). Out: f32 `[tokens, outputs]` per matrix. Few tokens stream the
-//! rows through [`gemv`](super::gemv), many go through [`gemm`](super::gemm).
+//! rows through `gemv`, many go through `gemm`.
 //! Reference: `lily_reference::ops::linear`.
 
 use lily_model::{Bits, QuantMatrix, Shape};
