@@ -56,9 +56,9 @@ pub struct Args {
     /// Python 3 that can make a virtual environment.
     #[arg(long, default_value = "python3")]
     python: String,
-    /// Records are appended here.
-    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../bench/results/cpu-peers.jsonl"))]
-    out: PathBuf,
+    /// Records are appended here. Default: bench/results/cpu-peers.jsonl of this tree.
+    #[arg(long)]
+    out: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -105,7 +105,8 @@ pub fn run(args: &Args) -> Result<()> {
         pair.peer(rounds, threads as usize, &mut peer)?;
     }
     report(&lily, &peer);
-    append(&args.out, &records, &lily, &peer)
+    let out = args.out.clone().unwrap_or_else(|| crate::root().join("bench/results/cpu-peers.jsonl"));
+    append(&out, &records, &lily, &peer)
 }
 
 /// Both engines, ready to run.

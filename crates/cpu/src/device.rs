@@ -447,11 +447,16 @@ fn physical_cores() -> Option<usize> {
     None
 }
 
+/// Size of the pages that the system counts in.
+fn page_bytes() -> Option<usize> {
+    // SAFETY: sysconf reads a number and has no preconditions.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).ok()
+}
+
 /// Reads mapped bytes into memory ahead of their use and maps the pages; does nothing where the system cannot be asked.
 #[cfg(target_os = "linux")]
 pub(crate) fn populate(bytes: &[u8]) {
-    // SAFETY: sysconf reads a number and has no preconditions.
-    let Ok(page) = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }) else { return };
+    let Some(page) = page_bytes() else { return };
     let start = bytes.as_ptr().addr() / page * page;
     let len = bytes.as_ptr().addr() + bytes.len() - start;
     // SAFETY: this advice reads pages in and changes no content; a range that is not mapped, or a kernel before 5.14, makes
@@ -466,9 +471,9 @@ pub(crate) fn populate(_bytes: &[u8]) {}
 /// it is not known.
 pub(crate) fn memory_bytes() -> usize {
     // SAFETY: sysconf reads a number and has no preconditions.
-    let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
-    let machine = match (usize::try_from(pages), usize::try_from(page)) {
-        (Ok(pages), Ok(page)) => pages.saturating_mul(page),
+    let pages = usize::try_from(unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) });
+    let machine = match (pages, page_bytes()) {
+        (Ok(pages), Some(page)) => pages.saturating_mul(page),
         _ => usize::MAX,
     };
     // Without a limit the file is absent or says `max`.
@@ -563,6 +568,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(not(target_os = "linux"), ignore = "the system does not tell what a process occupies")]
     fn a_large_buffer_starts_at_a_page_and_occupies_what_is_touched() {
         let mut buffer = Buffer::<f32>::zeroed("x", 1 << 28).unwrap();
         assert_eq!(buffer.as_ptr().align_offset(LARGE_PAGE), 0);
@@ -577,14 +583,8 @@ mod tests {
     }
 
     /// Memory that this process occupies.
-    #[cfg(target_os = "linux")]
     fn resident_bytes() -> usize {
         let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
-        pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn resident_bytes() -> usize {
-        0
+        pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * page_bytes().unwrap()
     }
 }

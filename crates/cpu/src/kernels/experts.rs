@@ -8,7 +8,7 @@
 //! Bytes moved: the packed rows of visited experts once.
 //! Reference: `lily_reference::ops::{expert_linear, swiglu}` and the sums of `lily_reference::forward`.
 
-use lily_model::{Mlp, MoeWeights};
+use lily_model::MoeWeights;
 
 use super::activations::{ActivationParts, Activations, Tokens};
 use super::gemm::{self, Place, TILE_ROWS, gemm};
@@ -88,8 +88,8 @@ fn gate_up_rows(
             if uses_gemm(x.len()) {
                 let products = Parts::new(products);
                 let place = |half: usize| Place { out: &products, first: half * N, stride: 2 * N };
-                gemm(isa, gate, x, from, count, row, N, place(0));
-                gemm(isa, up, x, from, count, row, N, place(1));
+                gemm(isa, gate, x, from..from + count, row..row + N, place(0));
+                gemm(isa, up, x, from..from + count, row..row + N, place(1));
             } else {
                 pairs(isa, gate.bits, [gate.rows(row, N), up.rows(row, N)], N, x, |i, token, [gate, up]| {
                     products[2 * token * N + i] = gate;
@@ -168,8 +168,7 @@ fn down_one(
 
 /// Many tokens: every expert with its visits, into `down` of each.
 fn down_each(pool: &Pool, isa: Isa, e: &Experts<'_>, routed: &mut Inner, shared: &mut Inner) {
-    let Mlp { down: experts, .. } = &e.weights.experts;
-    let Mlp { down: own, .. } = &e.weights.shared;
+    let (experts, own) = (&e.weights.experts.down, &e.weights.shared.down);
     let visited = e.routing.visited();
     let hidden = experts.outputs;
     // Rows of the shared expert, which all tokens visit, and of the others.

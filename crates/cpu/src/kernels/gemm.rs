@@ -1,7 +1,7 @@
 //! `gemm`: many tokens through rows of a packed matrix, each code unpacked once for all of them.
 //!
-//! In: up to [`MOST_TOKENS`] tokens of [`Inputs`](super::activations::Inputs); packed codes as for [`gemv`](super::gemv). Out: f32 per token and row.
-//! The work of one call is a range of rows. Bytes moved: the packed rows once, the inputs once per 16 rows from the
+//! In: up to [`MOST_TOKENS`] tokens of [`Inputs`](super::activations::Inputs); packed codes as for
+//! [`gemv`](super::gemv). Out: f32 per token and row. The work of one call is a range of rows. Bytes moved: the packed rows once, the inputs once per 16 rows from the
 //! second-level cache.
 //!
 //! 1. Codes of 16 rows and 4 groups are unpacked to 16-bit values or bytes, rows side by side: 8 KB or 4, which stay in the
@@ -16,6 +16,8 @@
 mod neon;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+
+use std::ops::Range;
 
 use super::activations::Tokens;
 use super::gemv::{Packed, gemv};
@@ -32,19 +34,12 @@ pub(crate) const TILE_ROWS: usize = 16;
 macro_rules! gemm_for {
     ($name:ident, $features:literal, $unpack:ident, $multiply:ident, $many:expr, $few:expr) => {
         #[target_feature(enable = $features)]
-        pub(super) fn $name(
-            w: Packed<'_>,
-            x: Tokens<'_>,
-            from: usize,
-            count: usize,
-            first: usize,
-            rows: usize,
-            out: Place<'_>,
-        ) {
+        pub(super) fn $name(w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>, rows: Range<usize>, out: Place<'_>) {
+            let (count, first, rows) = (tokens.len(), rows.start, rows.len());
             let mut tile = Tile::EMPTY;
             let mut sums = [[0.0; TILE_ROWS]; MOST_TOKENS];
             // Tokens and rows beyond the last are computed from it and not stored.
-            let inputs: [Inputs<'_>; MOST_TOKENS] = std::array::from_fn(|i| x.row(from + i.min(count - 1)));
+            let inputs: [Inputs<'_>; MOST_TOKENS] = std::array::from_fn(|i| x.row(tokens.start + i.min(count - 1)));
             for row in (0..rows).step_by(TILE_ROWS) {
                 let height = TILE_ROWS.min(rows - row);
                 let packed: [PackedRows<'_>; TILE_ROWS] =
@@ -95,42 +90,32 @@ impl Place<'_> {
     }
 }
 
-/// Rows `first .. first + rows` of `w` times tokens `from .. from + count` of `x`. A result depends on nothing but its row
-/// and its token.
+/// Rows `rows` of `w` times tokens `tokens` of `x`. A result depends on nothing but its row and its token.
 ///
 /// No other worker may be given the same elements of `out` at the same time.
-pub(crate) fn gemm(
-    isa: Isa,
-    w: Packed<'_>,
-    x: Tokens<'_>,
-    from: usize,
-    count: usize,
-    first: usize,
-    rows: usize,
-    out: Place<'_>,
-) {
-    assert!(count <= MOST_TOKENS);
+pub(crate) fn gemm(isa: Isa, w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>, rows: Range<usize>, out: Place<'_>) {
+    assert!(tokens.len() <= MOST_TOKENS);
     match isa {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a value of `Isa::Avx2` exists only where the CPU was found to have AVX2 and FMA.
-        Isa::Avx2 => unsafe { x86::avx2(w, x, from, count, first, rows, out) },
+        Isa::Avx2 => unsafe { x86::avx2(w, x, tokens, rows, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a value of `Isa::Avx512` exists only where the CPU was found to have what `avx512` enables.
-        Isa::Avx512 => unsafe { x86::avx512(w, x, from, count, first, rows, out) },
+        Isa::Avx512 => unsafe { x86::avx512(w, x, tokens, rows, out) },
         #[cfg(target_arch = "aarch64")]
         // SAFETY: a value of `Isa::Dotprod` exists only where the CPU was found to have it.
-        Isa::Dotprod => unsafe { neon::dotprod(w, x, from, count, first, rows, out) },
+        Isa::Dotprod => unsafe { neon::dotprod(w, x, tokens, rows, out) },
         #[cfg(target_arch = "aarch64")]
         // SAFETY: a value of `Isa::I8mm` exists only where the CPU was found to have it.
-        Isa::I8mm => unsafe { neon::i8mm(w, x, from, count, first, rows, out) },
+        Isa::I8mm => unsafe { neon::i8mm(w, x, tokens, rows, out) },
         Isa::Portable => {
-            for token in 0..count {
-                for row in 0..rows {
-                    let packed = w.rows(first + row, 1);
+            for (i, token) in tokens.enumerate() {
+                for (j, row) in rows.clone().enumerate() {
+                    let packed = w.rows(row, 1);
                     let mut product = [[[0.0; 2]]];
-                    gemv(isa, w.bits, [packed, packed], &[x.row(from + token)], &mut product);
+                    gemv(isa, w.bits, [packed, packed], &[x.row(token)], &mut product);
                     // SAFETY: the caller of `gemm` keeps other workers away from these rows.
-                    unsafe { out.part(token, row, 1)[0] = product[0][0][0] };
+                    unsafe { out.part(i, j, 1)[0] = product[0][0][0] };
                 }
             }
         }

@@ -210,3 +210,16 @@ fn codes8(bytes: &[u8; GROUP8]) -> [i16; GROUP] {
 fn widen(bytes: [u8; 2]) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }
+
+/// The bytes of BF16 values `first .. first + count`, then zeros.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[inline(always)]
+pub(super) fn padded<const BYTES: usize>(values: &[u8], first: usize, count: usize) -> [u8; BYTES] {
+    let bytes = &values[2 * first..2 * (first + count)];
+    // Whole blocks, which most are, are read at once.
+    <[u8; BYTES]>::try_from(bytes).unwrap_or_else(|_| {
+        let mut room = [0; BYTES];
+        room[..bytes.len()].copy_from_slice(bytes);
+        room
+    })
+}

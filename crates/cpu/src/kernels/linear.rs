@@ -73,8 +73,8 @@ pub(crate) fn linear<const N: usize>(pool: &Pool, isa: Isa, x: Tokens<'_>, targe
 pub(crate) fn multiply(isa: Isa, w: Packed<'_>, x: Tokens<'_>, first: usize, rows: usize, out: Place<'_>) {
     if uses_gemm(x.len()) {
         for from in (0..x.len()).step_by(gemm::MOST_TOKENS) {
-            let count = gemm::MOST_TOKENS.min(x.len() - from);
-            gemm(isa, w, x, from, count, first, rows, Place { first: out.first + from * out.stride, ..out });
+            let tokens = from..x.len().min(from + gemm::MOST_TOKENS);
+            gemm(isa, w, x, tokens, first..first + rows, Place { first: out.first + from * out.stride, ..out });
         }
         return;
     }

@@ -8,13 +8,14 @@
 
 use std::arch::aarch64::*;
 use std::hint::black_box;
+use std::ops::Range;
 
 use super::{MOST_TOKENS, Place, TILE_ROWS, gemm_for};
 use crate::kernels::activations::{GROUP, Inputs, Tokens};
 use crate::kernels::gemv::neon::{
     centre, dot_lane, group_of, load_run, load_runs, multiply, pair_planes, planes, together, widen,
 };
-use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRows};
+use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRows, padded};
 use lily_model::Bits;
 
 /// Groups unpacked at a time.
@@ -121,12 +122,7 @@ fn unpack_scales(rows: &[PackedRows<'_>; TILE_ROWS], group: usize, depth: usize,
 #[target_feature(enable = "neon")]
 fn widen_columns(rows: [&[u8]; QUAD], group: usize, depth: usize, to: &mut [[f32; TILE_ROWS]; DEPTH], column: usize) {
     let words = rows.map(|row| {
-        let bytes = &row[2 * group..2 * (group + depth)];
-        let mut room = [0u8; 2 * DEPTH];
-        match <&[u8; 2 * DEPTH]>::try_from(bytes) {
-            Ok(all) => room = *all,
-            Err(_) => room[..bytes.len()].copy_from_slice(bytes),
-        }
+        let room = padded::<{ 2 * DEPTH }>(row, group, depth);
         vreinterpretq_u32_f32(widen(vcreate_u16(u64::from_le_bytes(room))))
     });
     for (to, values) in to.iter_mut().zip(transpose(words)) {

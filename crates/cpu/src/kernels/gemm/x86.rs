@@ -4,11 +4,12 @@
 
 use std::arch::x86_64::*;
 use std::hint::black_box;
+use std::ops::Range;
 
 use super::{MOST_TOKENS, Place, TILE_ROWS, gemm_for};
 use crate::kernels::activations::{GROUP, Inputs, Tokens};
 use crate::kernels::gemv::x86::{multiply_add, planes};
-use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRows};
+use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRows, padded};
 use lily_model::Bits;
 
 /// Groups unpacked at a time.
@@ -59,12 +60,7 @@ fn unpack(bits: Bits, rows: &[PackedRows<'_>; TILE_ROWS], group: usize, depth: u
 fn widen_columns(rows: [&[u8]; 4], group: usize, depth: usize, to: &mut [[f32; TILE_ROWS]; DEPTH], column: usize) {
     let mut words = [_mm_setzero_si128(); 4];
     for (word, row) in words.iter_mut().zip(rows) {
-        let bytes = &row[2 * group..2 * (group + depth)];
-        let mut room = [0u8; 2 * DEPTH];
-        match <&[u8; 2 * DEPTH]>::try_from(bytes) {
-            Ok(all) => room = *all,
-            Err(_) => room[..bytes.len()].copy_from_slice(bytes),
-        }
+        let room = padded::<{ 2 * DEPTH }>(row, group, depth);
         *word = _mm_slli_epi32::<16>(_mm_cvtepu16_epi32(_mm_cvtsi64_si128(i64::from_le_bytes(room))));
     }
     let (a, b) = (_mm_unpacklo_epi32(words[0], words[1]), _mm_unpackhi_epi32(words[0], words[1]));

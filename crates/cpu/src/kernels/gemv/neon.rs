@@ -9,7 +9,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, prefetch};
+use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, padded, prefetch};
 use crate::kernels::activations::{GROUP, Inputs};
 
 /// Groups whose scales are widened at a time: two vectors.
@@ -323,15 +323,7 @@ fn widen_scales(range: PackedRows<'_>, first: usize, count: usize) -> ([float32x
 #[inline]
 #[target_feature(enable = "neon")]
 fn widen_block(values: &[u8], first: usize, count: usize) -> [float32x4_t; 2] {
-    let bytes = &values[2 * first..2 * (first + count)];
-    let mut room = [0u8; 2 * BLOCK];
-    let from = match bytes.len() == room.len() {
-        true => bytes,
-        false => {
-            room[..bytes.len()].copy_from_slice(bytes);
-            &room
-        }
-    };
+    let from = padded::<{ 2 * BLOCK }>(values, first, count);
     // SAFETY: `from` has 16 bytes.
     let halves = vreinterpretq_u16_u8(unsafe { vld1q_u8(from.as_ptr()) });
     [widen(vget_low_u16(halves)), widen(vget_high_u16(halves))]

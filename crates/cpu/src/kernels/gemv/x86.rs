@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, prefetch};
+use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, padded, prefetch};
 use crate::kernels::activations::{GROUP, Inputs};
 
 /// Groups whose scales are widened at a time.
@@ -151,15 +151,7 @@ pub(in crate::kernels) unsafe fn planes<const EIGHT: bool>(codes: *const u8) -> 
 #[inline]
 #[target_feature(enable = "avx2")]
 fn widen_block(values: &[u8], first: usize, count: usize) -> __m256 {
-    let bytes = &values[2 * first..2 * (first + count)];
-    let mut room = [0u8; 2 * BLOCK];
-    let from = match bytes.len() == room.len() {
-        true => bytes,
-        false => {
-            room[..bytes.len()].copy_from_slice(bytes);
-            &room
-        }
-    };
+    let from = padded::<{ 2 * BLOCK }>(values, first, count);
     // SAFETY: `from` has 16 bytes.
     let halves = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
