@@ -7,7 +7,8 @@
 //! - `step`: the checks of a step and what a row's result waits for.
 //!
 //! Steps run inside [`submit`](lily_backend::Backend::submit), one row after the other, so a row cannot depend on its
-//! neighbours; only the sampling of masked rows waits for their masks. Activations are f32.
+//! neighbours; only the sampling of masked rows waits for their masks. Activations are f32; inputs of linears are rounded to 16
+//! bits (`kernels::activations`).
 
 #![warn(missing_docs)]
 #![deny(unsafe_code)]

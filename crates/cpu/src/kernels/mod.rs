@@ -1,10 +1,12 @@
 //! The kernels: each file opens with what goes in and out, and names its reference function.
 //!
-//! A kernel is one generic function over plain slices, compiled once per instruction set by [`kernel!`]; lanes are
-//! fixed arrays that the compiler keeps in vector registers. What a kernel calls must be `inline(always)`, or it is compiled
-//! for the target of the build alone; that is why inner loops are `for` loops and not `array::map`. Every output element is summed by one worker in an order
-//! that depends on nothing but the sizes of the model, so neither the number of threads nor the neighbours of a row
-//! change its bits.
+//! A kernel in f32 is one generic function over plain slices, compiled once per instruction set by [`kernel!`]; lanes are
+//! fixed arrays that the compiler keeps in vector registers. What such a kernel calls must be `inline(always)`, or it is
+//! compiled for the target of the build alone; that is why inner loops are `for` loops and not `array::map`. The two that
+//! multiply integers, [`gemv`] and [`gemm`], are written out for each set.
+//!
+//! Every output element is summed by one worker in an order that depends on nothing but the sizes of the model, so neither
+//! the number of threads nor the neighbours of a row change its bits.
 
 pub(crate) mod activations;
 pub(crate) mod attention;
