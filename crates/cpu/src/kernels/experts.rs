@@ -91,9 +91,10 @@ fn gate_up_rows(
                 gemm(isa, gate, x, from..from + count, row..row + N, place(0));
                 gemm(isa, up, x, from..from + count, row..row + N, place(1));
             } else {
-                pairs(isa, gate.bits, [gate.rows(row, N), up.rows(row, N)], N, x, |i, token, [gate, up]| {
-                    products[2 * token * N + i] = gate;
-                    products[(2 * token + 1) * N + i] = up;
+                pairs(isa, gate.bits, [gate.rows(row, N), up.rows(row, N)], N, x, |row, token, pairs| {
+                    let (gate, up) = products[2 * token * N..][..2 * N].split_at_mut(N);
+                    let out = gate[row..].iter_mut().zip(&mut up[row..]);
+                    out.zip(pairs).for_each(|((gate, up), pair)| [*gate, *up] = *pair);
                 });
             }
             for (token, products) in products[..2 * count * N].as_chunks::<{ 2 * N }>().0.iter().enumerate() {
@@ -149,12 +150,12 @@ fn down_one(
         let (first, rows, half) = (unit * rows, out.len(), out.len().div_ceil(2));
         let mut add = |w: Packed<'_>, next: Packed<'_>, x: Tokens<'_>, weight: f32| {
             next.halves(first, rows).iter().for_each(PackedRows::prefetch);
-            pairs(isa, w.bits, w.halves(first, rows), half, x, |row, _, [a, b]| {
-                out[row] += weight * a;
-                // Otherwise the halves overlap here.
-                if row >= 2 * half - rows {
-                    out[rows - half + row] += weight * b;
-                }
+            pairs(isa, w.bits, w.halves(first, rows), half, x, |row, _, pairs| {
+                out[row..].iter_mut().zip(pairs.clone()).for_each(|(out, [a, _])| *out += weight * a);
+                // Where the halves overlap, in their first row, it has been added.
+                let skip = (2 * half - rows).saturating_sub(row);
+                let out = &mut out[rows - half + row + skip..];
+                out.iter_mut().zip(pairs.skip(skip)).for_each(|(out, [_, b])| *out += weight * b);
             });
         };
         let (own, chosen) = (Packed::of(own, 0), |i: usize| Packed::of(experts, e.routing.experts[i] as usize));

@@ -4,6 +4,9 @@
 //! rows through `gemv`, many go through `gemm`.
 //! Reference: `lily_reference::ops::linear`.
 
+use std::iter::StepBy;
+use std::slice::Iter;
+
 use lily_model::{Bits, QuantMatrix, Shape};
 
 use super::activations::{Inputs, Tokens};
@@ -79,11 +82,12 @@ pub(crate) fn multiply(isa: Isa, w: Packed<'_>, x: Tokens<'_>, first: usize, row
         return;
     }
     let half = rows.div_ceil(2);
-    pairs(isa, w.bits, w.halves(first, rows), half, x, |row, token, [a, b]| {
-        // SAFETY: the caller keeps other workers away from these rows.
-        unsafe {
-            out.part(token, row, 1)[0] = a;
-            out.part(token, rows - half + row, 1)[0] = b;
+    pairs(isa, w.bits, w.halves(first, rows), half, x, |row, token, pairs| {
+        // One after the other: the halves may overlap in one row.
+        for (i, first) in [row, rows - half + row].into_iter().enumerate() {
+            // SAFETY: the caller keeps other workers away from these rows.
+            let out = unsafe { out.part(token, first, pairs.len()) };
+            out.iter_mut().zip(pairs.clone()).for_each(|(out, pair)| *out = pair[i]);
         }
     });
 }
@@ -91,7 +95,10 @@ pub(crate) fn multiply(isa: Isa, w: Packed<'_>, x: Tokens<'_>, first: usize, row
 /// Rows of a range that are multiplied before their products are taken.
 const ROWS_PER_CALL: usize = 16;
 
-/// Two ranges of `rows` rows times every token; `take` gets the row, the token and the products.
+/// The products of some rows of two ranges with one token.
+pub(crate) type Pairs<'a> = StepBy<Iter<'a, Pair>>;
+
+/// Two ranges of `rows` rows times every token; `take` gets the first of some rows, the token and the products.
 #[inline]
 pub(crate) fn pairs(
     isa: Isa,
@@ -99,14 +106,14 @@ pub(crate) fn pairs(
     ranges: [PackedRows<'_>; 2],
     rows: usize,
     x: Tokens<'_>,
-    mut take: impl FnMut(usize, usize, Pair),
+    mut take: impl FnMut(usize, usize, Pairs<'_>),
 ) {
     for first in (0..rows).step_by(ROWS_PER_CALL) {
         let count = ROWS_PER_CALL.min(rows - first);
         let ranges = ranges.map(|range| range.part(rows, first, count));
         // All tokens before the next rows: these stay in the first-level cache.
         for from in (0..x.len()).step_by(MOST_TOKENS) {
-            let mut take = |row, token, pair| take(first + row, from + token, pair);
+            let mut take = |token, pairs: Pairs<'_>| take(first, from + token, pairs);
             match x.len() - from {
                 1 => some::<1>(isa, bits, ranges, count, x, from, &mut take),
                 2 => some::<2>(isa, bits, ranges, count, x, from, &mut take),
@@ -126,14 +133,12 @@ fn some<const TOKENS: usize>(
     rows: usize,
     x: Tokens<'_>,
     from: usize,
-    take: &mut impl FnMut(usize, usize, Pair),
+    take: &mut impl FnMut(usize, Pairs<'_>),
 ) {
     let inputs: [Inputs<'_>; TOKENS] = std::array::from_fn(|i| x.row(from + i));
     let mut products = [[[0.0; 2]; TOKENS]; ROWS_PER_CALL];
     gemv(isa, bits, ranges, &inputs, &mut products[..rows]);
-    for (row, products) in products[..rows].iter().enumerate() {
-        for (token, pair) in products.iter().enumerate() {
-            take(row, token, *pair);
-        }
+    for token in 0..TOKENS {
+        take(token, products[..rows].as_flattened()[token..].iter().step_by(TOKENS));
     }
 }

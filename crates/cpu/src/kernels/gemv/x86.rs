@@ -8,8 +8,11 @@ use crate::kernels::activations::{GROUP, Inputs};
 
 /// Groups whose scales are widened at a time.
 const BLOCK: usize = 8;
-/// Groups whose scales are held at a time: all of a row of 4096.
-const SPAN: usize = 64;
+
+/// A value per group of a block, on a multiple of its size: a store across two cache lines holds up the loads after it.
+#[derive(Clone, Copy)]
+#[repr(align(32))]
+struct Block([f32; BLOCK]);
 
 /// Makes the kernel for a set of features, with the instruction that adds products of pairs.
 macro_rules! gemv_for {
@@ -33,64 +36,90 @@ macro_rules! gemv_for {
                     assert!(x.values.len() == groups * GROUP);
                     assert!(x.scales.len() >= groups.next_multiple_of(BLOCK) && x.sums.len() == x.scales.len());
                 }
-                // Scale of the row times scale of the token, per group.
-                let mut scales = [[[0f32; SPAN]; TOKENS]; 2];
+                let whole = groups / BLOCK * BLOCK;
                 for (row, out) in out.iter_mut().enumerate() {
+                    let at = row * groups;
                     for range in &ranges {
                         for values in [range.scales, range.biases] {
-                            prefetch(values.as_ptr().wrapping_add(row * 2 * groups + PREFETCH_SCALE_BYTES));
+                            prefetch(values.as_ptr().wrapping_add(2 * at + PREFETCH_SCALE_BYTES));
                         }
                     }
                     let mut sums = [[_mm256_setzero_ps(); TOKENS]; 2];
-                    for span in (0..groups).step_by(SPAN) {
-                        let end = groups.min(span + SPAN);
-                        for block in (span..end).step_by(BLOCK) {
-                            let (at, count) = (row * groups + block, BLOCK.min(end - block));
-                            for r in 0..2 {
-                                let scale = widen_block(ranges[r].scales, at, count);
-                                let bias = widen_block(ranges[r].biases, at, count);
-                                for t in 0..TOKENS {
-                                    // SAFETY: eight floats from `block`, a multiple of eight, of slices that end on one.
-                                    let (x_scale, x_sum) = unsafe {
-                                        (
-                                            _mm256_loadu_ps(x[t].scales.as_ptr().add(block)),
-                                            _mm256_loadu_ps(x[t].sums.as_ptr().add(block)),
-                                        )
-                                    };
-                                    let scale = _mm256_mul_ps(scale, x_scale);
-                                    // SAFETY: eight floats of 64 from a multiple of eight below 64.
-                                    unsafe { _mm256_storeu_ps(scales[r][t].as_mut_ptr().add(block - span), scale) };
-                                    sums[r][t] = _mm256_fmadd_ps(bias, x_sum, sums[r][t]);
-                                }
-                            }
-                        }
-                        for group in span..end {
-                            for r in 0..2 {
-                                // SAFETY: group `group` of a row of a range whose length was checked.
-                                let planes = unsafe {
-                                    let codes = ranges[r].codes.as_ptr().add((row * groups + group) * group_bytes);
-                                    prefetch(codes.wrapping_add(PREFETCH_BYTES));
-                                    planes::<EIGHT>(codes)
-                                };
-                                for t in 0..TOKENS {
-                                    // SAFETY: group `group` of the token's values, whose length was checked.
-                                    let product = unsafe {
-                                        let values = x[t].values.as_ptr().add(group * GROUP).cast::<__m256i>();
-                                        let product = _mm256_madd_epi16(planes[0], _mm256_loadu_si256(values));
-                                        let product =
-                                            $multiply_add(product, planes[1], _mm256_loadu_si256(values.add(1)));
-                                        let other = _mm256_madd_epi16(planes[2], _mm256_loadu_si256(values.add(2)));
-                                        let other = $multiply_add(other, planes[3], _mm256_loadu_si256(values.add(3)));
-                                        _mm256_add_epi32(product, other)
-                                    };
-                                    let scale = _mm256_set1_ps(scales[r][t][group - span]);
-                                    sums[r][t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), scale, sums[r][t]);
-                                }
-                            }
-                        }
+                    for first in (0..whole).step_by(BLOCK) {
+                        // SAFETY: groups of a row of ranges and of tokens whose lengths were checked.
+                        unsafe { block::<TOKENS, EIGHT, true>(&ranges, x, at, first, BLOCK, &mut sums) };
+                    }
+                    if whole < groups {
+                        // SAFETY: as above.
+                        unsafe { block::<TOKENS, EIGHT, false>(&ranges, x, at, whole, groups - whole, &mut sums) };
                     }
                     for t in 0..TOKENS {
                         out[t] = [total(sums[0][t]), total(sums[1][t])];
+                    }
+                }
+            }
+
+            /// Groups `first .. first + count` of the rows whose groups start at `at`; `WHOLE` says that `count` is
+            /// [`BLOCK`], in code.
+            ///
+            /// # Safety
+            /// Ranges and tokens have the groups, and the tokens have scales and sums for a whole block.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn block<const TOKENS: usize, const EIGHT: bool, const WHOLE: bool>(
+                ranges: &[PackedRows<'_>; 2],
+                x: &[Inputs<'_>; TOKENS],
+                at: usize,
+                first: usize,
+                count: usize,
+                sums: &mut [[__m256; TOKENS]; 2],
+            ) {
+                let (at, count) = (at + first, if WHOLE { BLOCK } else { count });
+                let group_bytes = if EIGHT { GROUP8 } else { GROUP4 };
+                // Scale of the row times scale of the token, per group.
+                let mut scales = [[Block([0.0; BLOCK]); TOKENS]; 2];
+                for r in 0..2 {
+                    // SAFETY: the caller's promise.
+                    let (scale, bias) = unsafe {
+                        (
+                            widen_block::<WHOLE>(ranges[r].scales, at, count),
+                            widen_block::<WHOLE>(ranges[r].biases, at, count),
+                        )
+                    };
+                    for t in 0..TOKENS {
+                        // SAFETY: the caller promises a whole block.
+                        let (x_scale, x_sum) = unsafe {
+                            (
+                                _mm256_loadu_ps(x[t].scales.as_ptr().add(first)),
+                                _mm256_loadu_ps(x[t].sums.as_ptr().add(first)),
+                            )
+                        };
+                        // SAFETY: a block is eight floats and lies on a multiple of their size.
+                        unsafe { _mm256_store_ps(scales[r][t].0.as_mut_ptr(), _mm256_mul_ps(scale, x_scale)) };
+                        sums[r][t] = _mm256_fmadd_ps(bias, x_sum, sums[r][t]);
+                    }
+                }
+                for i in 0..count {
+                    for r in 0..2 {
+                        // SAFETY: the caller's promise.
+                        let planes = unsafe {
+                            let codes = ranges[r].codes.as_ptr().add((at + i) * group_bytes);
+                            prefetch(codes.wrapping_add(PREFETCH_BYTES));
+                            planes::<EIGHT>(codes)
+                        };
+                        for t in 0..TOKENS {
+                            // SAFETY: the caller's promise.
+                            let product = unsafe {
+                                let values = x[t].values.as_ptr().add((first + i) * GROUP).cast::<__m256i>();
+                                let product = _mm256_madd_epi16(planes[0], _mm256_loadu_si256(values));
+                                let product = $multiply_add(product, planes[1], _mm256_loadu_si256(values.add(1)));
+                                let other = _mm256_madd_epi16(planes[2], _mm256_loadu_si256(values.add(2)));
+                                let other = $multiply_add(other, planes[3], _mm256_loadu_si256(values.add(3)));
+                                _mm256_add_epi32(product, other)
+                            };
+                            let scale = _mm256_set1_ps(scales[r][t].0[i]);
+                            sums[r][t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), scale, sums[r][t]);
+                        }
                     }
                 }
             }
@@ -147,13 +176,21 @@ pub(in crate::kernels) unsafe fn planes<const EIGHT: bool>(codes: *const u8) -> 
     ]
 }
 
-/// BF16 values `first .. first + count` in f32, then zeros.
+/// BF16 values `first .. first + count` in f32, then zeros; `WHOLE` says that `count` is [`BLOCK`].
+///
+/// # Safety
+/// There are so many values.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn widen_block(values: &[u8], first: usize, count: usize) -> __m256 {
-    let from = padded::<{ 2 * BLOCK }>(values, first, count);
-    // SAFETY: `from` has 16 bytes.
-    let halves = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
+unsafe fn widen_block<const WHOLE: bool>(values: &[u8], first: usize, count: usize) -> __m256 {
+    let halves = if WHOLE {
+        // SAFETY: 16 bytes, as the caller promises.
+        unsafe { _mm_loadu_si128(values.as_ptr().add(2 * first).cast()) }
+    } else {
+        let from = padded::<{ 2 * BLOCK }>(values, first, count);
+        // SAFETY: `from` has 16 bytes.
+        unsafe { _mm_loadu_si128(from.as_ptr().cast()) }
+    };
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
 }
 
