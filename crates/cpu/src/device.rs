@@ -209,8 +209,9 @@ const SPINS_PER_LOOK: usize = 64;
 /// A fork-join pool. The calling thread is one of its workers; the others are made once and spin between jobs, then
 /// sleep.
 ///
-/// A job has units, which workers claim one by one, so a worker that is late (asleep, or off its CPU) leaves its share to
-/// the others and is not waited for.
+/// A job has units. Each worker owns a run of them, which it claims one by one from the front, so that it walks through
+/// memory without a jump (two workers that take turns read 36 GB/s where two with a half each read 60, measured on Zen 3);
+/// then it claims what others have left from the back. So a worker that is late (asleep, or off its CPU) is not waited for.
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
@@ -222,8 +223,11 @@ pub(crate) struct Pool {
 struct Line<T>(T);
 
 struct Shared {
-    /// The job's number in the high half, the units that nobody claimed yet in the low half.
-    claim: Line<AtomicU64>,
+    /// Per worker, the caller first, the units of its run that nobody claimed yet: the first in the low half, the end in
+    /// the high half.
+    claims: Vec<Line<AtomicU64>>,
+    /// Jobs published so far.
+    number: Line<AtomicUsize>,
     /// Finished units.
     done: Line<AtomicUsize>,
     job: UnsafeCell<Job>,
@@ -238,11 +242,8 @@ unsafe impl Sync for Shared {}
 // SAFETY: the pointer in `job` is followed only while `Pool::run` keeps what it points to alive.
 unsafe impl Send for Shared {}
 
-#[derive(Clone, Copy)]
-struct Job {
-    call: *const (dyn Fn(usize) + Sync),
-    units: u32,
-}
+/// What is called with the number of each unit.
+type Job = *const (dyn Fn(usize) + Sync);
 
 impl Pool {
     /// A pool of `threads` workers, the caller included.
@@ -250,9 +251,10 @@ impl Pool {
         let threads = threads.max(1);
         let nothing: &'static (dyn Fn(usize) + Sync) = &|_| ();
         let shared = Arc::new(Shared {
-            claim: Line(AtomicU64::new(0)),
+            claims: (0..threads).map(|_| Line(AtomicU64::new(0))).collect(),
+            number: Line(AtomicUsize::new(0)),
             done: Line(AtomicUsize::new(0)),
-            job: UnsafeCell::new(Job { call: nothing, units: 0 }),
+            job: UnsafeCell::new(nothing),
             sleeping: (1..threads).map(|_| AtomicBool::new(false)).collect(),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
@@ -262,7 +264,7 @@ impl Pool {
             let shared = Arc::clone(&pool.shared);
             let worker = thread::Builder::new().name(format!("lily-cpu-{}", index + 1));
             let worker = worker
-                .spawn(move || shared.serve(index))
+                .spawn(move || shared.serve(index + 1))
                 .map_err(|e| Error::Device(format!("cannot start a thread: {e}")))?;
             pool.workers.push(worker);
         }
@@ -293,15 +295,19 @@ impl Pool {
         shared.done.0.store(0, Ordering::Relaxed);
         // SAFETY: no unit is claimable and all earlier ones are done, so no worker reads the job; this is the only
         // publishing thread, because the pool is not Sync.
-        unsafe { *shared.job.get() = Job { call, units: count } };
-        let number = (shared.claim.0.load(Ordering::Relaxed) >> 32).wrapping_add(1);
-        shared.claim.0.store(number << 32 | u64::from(count), Ordering::SeqCst);
+        unsafe { *shared.job.get() = call };
+        let workers = shared.claims.len() as u64;
+        for (worker, claim) in (0..).zip(&shared.claims) {
+            let [first, end] = [worker, worker + 1].map(|worker| u64::from(count) * worker / workers);
+            claim.0.store(end << 32 | first, Ordering::Release);
+        }
+        shared.number.0.fetch_add(1, Ordering::SeqCst);
         for (sleeping, worker) in shared.sleeping.iter().zip(&self.workers) {
             if sleeping.swap(false, Ordering::SeqCst) {
                 worker.thread().unpark();
             }
         }
-        shared.work();
+        shared.work(0);
         let mut rounds = 0usize;
         while shared.done.0.load(Ordering::Acquire) != units {
             rounds += 1;
@@ -338,63 +344,76 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    /// Claims and does units until none is left.
-    fn work(&self) {
-        let mut claim = self.claim.0.load(Ordering::Acquire);
-        while claim as u32 != 0 {
-            match self.claim.0.compare_exchange_weak(claim, claim - 1, Ordering::AcqRel, Ordering::Acquire) {
-                Err(now) => claim = now,
-                Ok(_) => {
-                    // SAFETY: a unit is claimed, so the job is published and stays until that unit is done.
-                    let job = unsafe { *self.job.get() };
-                    let unit = job.units as usize - (claim as u32) as usize;
-                    // SAFETY: `Pool::run` keeps the closure alive until all units are done.
-                    let call = unsafe { &*job.call };
-                    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| call(unit))) {
-                        *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
-                    }
-                    self.done.0.fetch_add(1, Ordering::Release);
-                    claim = self.claim.0.load(Ordering::Acquire);
+    /// Does the units of a worker's own run, then those that others have left.
+    fn work(&self, worker: usize) {
+        for own in 0..self.claims.len() {
+            let run = &self.claims[(worker + own) % self.claims.len()].0;
+            while let Some(unit) = claim(run, own == 0) {
+                // SAFETY: a unit is claimed, so the job is published and stays until that unit is done.
+                let job = unsafe { *self.job.get() };
+                // SAFETY: `Pool::run` keeps the closure alive until all units are done.
+                let call = unsafe { &*job };
+                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| call(unit))) {
+                    *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
                 }
+                self.done.0.fetch_add(1, Ordering::Release);
             }
         }
     }
 
-    /// The life of a worker.
-    fn serve(&self, index: usize) {
+    /// The life of a worker other than the caller.
+    fn serve(&self, worker: usize) {
+        let mut seen = 0;
         loop {
             let mut since = Instant::now();
-            while !self.spin() {
+            while !self.spin(seen) {
                 if self.stop.load(Ordering::Relaxed) {
                     return;
                 }
                 if since.elapsed() >= SPIN {
-                    self.sleep(index);
+                    self.sleep(worker - 1, seen);
                     since = Instant::now();
                 }
             }
-            self.work();
+            seen = self.number.0.load(Ordering::Acquire);
+            self.work(worker);
         }
     }
 
-    /// Waits a little; whether there is work.
-    fn spin(&self) -> bool {
+    /// Waits a little; whether there is a job after number `seen`.
+    fn spin(&self, seen: usize) -> bool {
         (0..SPINS_PER_LOOK).any(|_| {
             std::hint::spin_loop();
-            self.claim.0.load(Ordering::Acquire) as u32 != 0
+            self.number.0.load(Ordering::Acquire) != seen
         })
     }
 
-    fn sleep(&self, index: usize) {
+    fn sleep(&self, index: usize, seen: usize) {
         self.sleeping[index].store(true, Ordering::SeqCst);
         // A job published before the flag was seen is found here; one published after it finds the flag.
-        while self.claim.0.load(Ordering::SeqCst) as u32 == 0 && !self.stop.load(Ordering::SeqCst) {
+        while self.number.0.load(Ordering::SeqCst) == seen && !self.stop.load(Ordering::SeqCst) {
             thread::park();
             if !self.sleeping[index].load(Ordering::SeqCst) {
                 return;
             }
         }
         self.sleeping[index].store(false, Ordering::SeqCst);
+    }
+}
+
+/// Takes the first unit of a run, or its last.
+fn claim(run: &AtomicU64, front: bool) -> Option<usize> {
+    let mut left = run.load(Ordering::Acquire);
+    loop {
+        let (first, end) = (left & u64::from(u32::MAX), left >> 32);
+        if first >= end {
+            return None;
+        }
+        let (unit, rest) = if front { (first, left + 1) } else { (end - 1, left - (1 << 32)) };
+        match run.compare_exchange_weak(left, rest, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => return Some(unit as usize),
+            Err(now) => left = now,
+        }
     }
 }
 
