@@ -1,5 +1,5 @@
 //! Device memory: buffers in one reserved range of addresses, each ending at pages that cannot be touched, and beside the
-//! range a cell for every two bytes, in which the runner notes who touched them.
+//! range a cell for every four bytes, in which the runner notes who touched them.
 
 use std::io;
 use std::ptr::NonNull;
@@ -8,7 +8,7 @@ use crate::Error;
 
 /// Addresses reserved for buffers. Nothing is used twice, so this is what an emulator may allocate in its life.
 const ARENA_BYTES: usize = 16 << 30;
-/// The runner's note on two bytes: stamps of the last writer and reader.
+/// The runner's note on four bytes: stamps of the last writer and reader. Smaller pieces are not told apart.
 const CELL_BYTES: usize = 8;
 const PAGE: usize = 4096;
 /// What a buffer holds before anything is written: NaN in every float format, an absurd index.
@@ -77,7 +77,7 @@ impl Memory {
         let usable = libc::PROT_READ | libc::PROT_WRITE;
         Ok(Memory {
             arena: Range::reserve(ARENA_BYTES, libc::PROT_NONE)?,
-            cells: Range::reserve(ARENA_BYTES / 2 * CELL_BYTES, usable)?,
+            cells: Range::reserve(ARENA_BYTES / 4 * CELL_BYTES, usable)?,
             stacks: Range::reserve(MOST_THREADS * STACK_BYTES, usable)?,
             used: 0,
         })

@@ -274,10 +274,11 @@ impl<'a> Pass<'a> {
         if at == 0 || !matches!(self.text(at - 1), ";" | "{" | "}") {
             return;
         }
-        let Some(end) = (at..self.tokens.len()).find(|end| matches!(self.text(*end), ";" | "=" | "(" | "*" | "&"))
-        else {
-            return;
+        let ends = |end: &usize| {
+            matches!(self.text(*end), ";" | "=" | "(" | "*" | "&")
+                && (self.text(*end) == ";" || self.depth(at, *end) == 0)
         };
+        let Some(end) = (at..self.tokens.len()).find(ends) else { return };
         if self.text(end) != ";" {
             return;
         }

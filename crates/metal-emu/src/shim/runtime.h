@@ -10,7 +10,7 @@ namespace msl {
 
 struct U3 { uint32_t x, y, z; };
 
-// What is known of two bytes of device memory: the stamps of the threadgroups that last wrote and read them.
+// What is known of four bytes of device memory: the stamps of the threadgroups that last wrote and read them.
 struct Cell {
   uint32_t write;
   uint32_t read;  // high bit: several threadgroups have read since `level_stamp`
@@ -31,7 +31,7 @@ struct Launch {
   uint32_t dispatch_stamp;  // stamp of this dispatch's first threadgroup
   uint32_t binding_count;
   uint64_t arena_begin, arena_end;
-  Cell* cells;  // one for every two bytes of the arena
+  Cell* cells;  // one for every four bytes of the arena
   Binding* bindings;
   void* buffers[31];
   uint32_t threadgroup_bytes[8];
