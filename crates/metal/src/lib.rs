@@ -1,1 +1,47 @@
-//! Metal backend.
+//! The Metal backend: the model behind [`lily_backend::Backend`], on the GPU of a Mac.
+//!
+//! - `forward`: the forward pass, one function per block;
+//! - `kernels`: shaders, each with its wrapper beside it;
+//! - `plan`: what is decided at load; `state`: what a session keeps; `step`: the checks of a step and its results; `sample`:
+//!   sampling on the host, but for the highest logit, which the GPU finds;
+//! - `device`: the trait that a GPU implements, `metal` on a Mac and the emulator of `lily-metal-emu` in tests.
+//!
+//! A step is encoded token by token through the kernels of decode, a few tokens to a command buffer, and returns at once.
+//! A second step may follow before the first is waited for; the token that the first one samples stays on the GPU.
+//! Activations are f32.
+
+#![warn(missing_docs)]
+#![deny(unsafe_code)]
+#![cfg_attr(not(any(test, target_os = "macos")), expect(dead_code, reason = "there is no device that would use it"))]
+
+mod backend;
+mod device;
+#[cfg(test)]
+mod emulated;
+mod forward;
+mod kernels;
+mod plan;
+mod sample;
+mod state;
+mod step;
+#[cfg(test)]
+mod tests;
+
+pub use state::KvDtype;
+
+/// How to load.
+#[derive(Clone, Debug)]
+pub struct LoadOptions {
+    /// Element type of the KV cache.
+    pub kv: KvDtype,
+    /// Longest context of a state in tokens; `None`: what the model was trained for.
+    pub max_context: Option<usize>,
+    /// Most tokens of a row in one step. Tokens go through the model one by one, so more of them only make a step longer.
+    pub max_chunk: usize,
+}
+
+impl Default for LoadOptions {
+    fn default() -> LoadOptions {
+        LoadOptions { kv: KvDtype::Bf16, max_context: None, max_chunk: 64 }
+    }
+}

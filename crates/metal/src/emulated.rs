@@ -1,0 +1,128 @@
+//! [`Gpu`] on the emulator.
+
+use std::collections::HashMap;
+
+use lily_backend::Result;
+use lily_metal_emu::{self as emu, Emulator, LibraryId, PipelineId};
+
+use crate::device::{Bound, Buffer, Command, Commit, Gpu, Pipeline, Slice, Source, device_error};
+
+/// A GPU of the mind.
+pub(crate) struct Emulated {
+    pub(crate) emulator: Emulator,
+    buffers: HashMap<u32, emu::BufferId>,
+    libraries: HashMap<&'static str, (String, LibraryId)>,
+    pipelines: Vec<PipelineId>,
+    commits: Vec<emu::CommitId>,
+    next_buffer: u32,
+    /// Dispatches and barriers of the last commit.
+    pub(crate) counts: (usize, usize),
+}
+
+impl Emulated {
+    /// With the order of work that `order` chooses, see [`Emulator::new`].
+    pub(crate) fn new(order: u32) -> Emulated {
+        Emulated {
+            emulator: Emulator::new(order).expect("memory for an emulator"),
+            buffers: HashMap::new(),
+            libraries: HashMap::new(),
+            pipelines: Vec::new(),
+            commits: Vec::new(),
+            next_buffer: 0,
+            counts: (0, 0),
+        }
+    }
+
+    pub(crate) fn slice(&self, slice: Slice) -> emu::Slice {
+        emu::Slice { buffer: self.buffers[&slice.buffer.0], offset: slice.offset, bytes: slice.bytes }
+    }
+
+    fn bound(&self, bound: &Bound) -> emu::Bound {
+        match bound {
+            Bound::Read(slice) => emu::Bound::Read(self.slice(*slice)),
+            Bound::Write(slice) => emu::Bound::Write(self.slice(*slice)),
+            Bound::Words(words, count) => {
+                emu::Bound::Bytes(words[..*count].iter().flat_map(|word| word.to_le_bytes()).collect())
+            }
+        }
+    }
+}
+
+impl Gpu for Emulated {
+    fn name(&self) -> String {
+        "emulated".into()
+    }
+
+    fn memory_bytes(&self) -> usize {
+        8 << 30
+    }
+
+    fn buffer(&mut self, bytes: usize, _what: &str) -> Result<Buffer> {
+        let buffer = self.emulator.buffer(bytes, true).map_err(device_error)?;
+        let id = self.next_buffer;
+        self.next_buffer += 1;
+        self.buffers.insert(id, buffer);
+        Ok(Buffer(id))
+    }
+
+    fn free(&mut self, buffer: Buffer) {
+        let buffer = self.buffers.remove(&buffer.0).expect("a buffer is freed once");
+        self.emulator.free(buffer).expect("a buffer is freed when nothing uses it");
+    }
+
+    fn pipeline(&mut self, source: &Source, kernel: &'static str, constants: &[(&str, usize)]) -> Result<Pipeline> {
+        let known = self.libraries.get(source.name).filter(|(text, _)| *text == source.text);
+        let library = match known {
+            Some((_, library)) => *library,
+            None => {
+                let library = self.emulator.library(source.name, &source.text).map_err(device_error)?;
+                self.libraries.insert(source.name, (source.text.clone(), library));
+                library
+            }
+        };
+        let constants: Vec<(&str, u32)> = constants.iter().map(|(name, value)| (*name, *value as u32)).collect();
+        self.pipelines.push(self.emulator.pipeline(library, kernel, &constants).map_err(device_error)?);
+        Ok(Pipeline(self.pipelines.len() as u32 - 1))
+    }
+
+    fn read(&self, from: Slice, to: &mut [u8]) -> Result<()> {
+        to.copy_from_slice(self.emulator.read(self.slice(from)).map_err(device_error)?);
+        Ok(())
+    }
+
+    fn write(&mut self, to: Slice, from: &[u8]) -> Result<()> {
+        self.emulator.write(self.slice(to)).map_err(device_error)?.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn copy(&mut self, from: Slice, to: Slice) -> Result<()> {
+        self.emulator.copy(self.slice(from), self.slice(to)).map_err(device_error)
+    }
+
+    fn clear(&mut self, slice: Slice) -> Result<()> {
+        self.emulator.write(self.slice(slice)).map_err(device_error)?.fill(0);
+        Ok(())
+    }
+
+    fn commit(&mut self, commands: Vec<Command>) -> Result<Commit> {
+        let barriers = commands.iter().filter(|command| matches!(command, Command::Barrier)).count();
+        self.counts = (commands.len() - barriers, barriers);
+        let commands = commands.iter().map(|command| match command {
+            Command::Barrier => emu::Command::Barrier,
+            Command::Dispatch(dispatch) => emu::Command::Dispatch(emu::Dispatch {
+                pipeline: self.pipelines[dispatch.pipeline.0 as usize],
+                bindings: dispatch.bound.iter().map(|bound| self.bound(bound)).enumerate().collect(),
+                threadgroup: Vec::new(),
+                groups: [dispatch.groups[0] as u32, dispatch.groups[1] as u32, 1],
+                threads: [dispatch.threads as u32, 1, 1],
+            }),
+        });
+        let commit = self.emulator.commit(commands.collect()).map_err(device_error)?;
+        self.commits.push(commit);
+        Ok(Commit(self.commits.len() as u64 - 1))
+    }
+
+    fn wait(&mut self, commit: Commit) -> Result<()> {
+        self.emulator.wait(self.commits[commit.0 as usize]).map_err(device_error)
+    }
+}
