@@ -127,6 +127,16 @@ pub(crate) struct Source {
     pub(crate) text: String,
 }
 
+/// Which kernel of a file, and how.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KernelSpec<'a> {
+    pub(crate) kernel: &'static str,
+    /// All function constants of the file.
+    pub(crate) constants: &'a [(&'static str, usize)],
+    /// Threads of a threadgroup.
+    pub(crate) threads: usize,
+}
+
 /// A device that runs kernels.
 ///
 /// Commits run one after the other in the order of [`Gpu::commit`]. The host reads and writes only memory that no commit
@@ -138,14 +148,14 @@ pub(crate) trait Gpu: Send {
     /// Bytes that it can hold at a time.
     fn memory_bytes(&self) -> usize;
 
-    /// A buffer of zeros; `what` is for the message of [`Error::OutOfMemory`].
+    /// A buffer of any content; `what` is for the message of [`Error::OutOfMemory`].
     fn buffer(&mut self, bytes: usize, what: &str) -> Result<Buffer>;
 
     /// Gives a buffer back.
     fn free(&mut self, buffer: Buffer);
 
-    /// A kernel of `source` with its function constants.
-    fn pipeline(&mut self, source: &Source, kernel: &'static str, constants: &[(&str, usize)]) -> Result<Pipeline>;
+    /// Compiles a kernel; an error if the device cannot run it.
+    fn pipeline(&mut self, source: &Source, spec: &KernelSpec<'_>) -> Result<Pipeline>;
 
     /// Copies a slice to the host.
     fn read(&self, from: Slice, to: &mut [u8]) -> Result<()>;

@@ -5,14 +5,15 @@ use std::collections::HashMap;
 use lily_backend::Result;
 use lily_metal_emu::{self as emu, Emulator, LibraryId, PipelineId};
 
-use crate::device::{Bound, Buffer, Command, Commit, Gpu, Pipeline, Slice, Source, device_error};
+use crate::device::{Bound, Buffer, Command, Commit, Dispatch, Gpu, KernelSpec, Pipeline, Slice, Source, device_error};
 
 /// A GPU of the mind.
 pub(crate) struct Emulated {
     pub(crate) emulator: Emulator,
     buffers: HashMap<u32, emu::BufferId>,
     libraries: HashMap<&'static str, (String, LibraryId)>,
-    pipelines: Vec<PipelineId>,
+    /// With the threads that each was made for.
+    pipelines: Vec<(PipelineId, usize)>,
     commits: Vec<emu::CommitId>,
     next_buffer: u32,
     /// Dispatches and barriers of the last commit.
@@ -37,6 +38,12 @@ impl Emulated {
         emu::Slice { buffer: self.buffers[&slice.buffer.0], offset: slice.offset, bytes: slice.bytes }
     }
 
+    fn pipeline_for(&self, dispatch: &Dispatch) -> PipelineId {
+        let (pipeline, threads) = self.pipelines[dispatch.pipeline.0 as usize];
+        assert_eq!(dispatch.threads, threads, "threads that the pipeline was not made for");
+        pipeline
+    }
+
     fn bound(&self, bound: &Bound) -> emu::Bound {
         match bound {
             Bound::Read(slice) => emu::Bound::Read(self.slice(*slice)),
@@ -58,7 +65,7 @@ impl Gpu for Emulated {
     }
 
     fn buffer(&mut self, bytes: usize, _what: &str) -> Result<Buffer> {
-        let buffer = self.emulator.buffer(bytes, true).map_err(device_error)?;
+        let buffer = self.emulator.buffer(bytes, false).map_err(device_error)?;
         let id = self.next_buffer;
         self.next_buffer += 1;
         self.buffers.insert(id, buffer);
@@ -70,7 +77,7 @@ impl Gpu for Emulated {
         self.emulator.free(buffer).expect("a buffer is freed when nothing uses it");
     }
 
-    fn pipeline(&mut self, source: &Source, kernel: &'static str, constants: &[(&str, usize)]) -> Result<Pipeline> {
+    fn pipeline(&mut self, source: &Source, spec: &KernelSpec<'_>) -> Result<Pipeline> {
         let known = self.libraries.get(source.name).filter(|(text, _)| *text == source.text);
         let library = match known {
             Some((_, library)) => *library,
@@ -80,8 +87,9 @@ impl Gpu for Emulated {
                 library
             }
         };
-        let constants: Vec<(&str, u32)> = constants.iter().map(|(name, value)| (*name, *value as u32)).collect();
-        self.pipelines.push(self.emulator.pipeline(library, kernel, &constants).map_err(device_error)?);
+        let constants: Vec<(&str, u32)> = spec.constants.iter().map(|(name, value)| (*name, *value as u32)).collect();
+        let pipeline = self.emulator.pipeline(library, spec.kernel, &constants).map_err(device_error)?;
+        self.pipelines.push((pipeline, spec.threads));
         Ok(Pipeline(self.pipelines.len() as u32 - 1))
     }
 
@@ -110,7 +118,7 @@ impl Gpu for Emulated {
         let commands = commands.iter().map(|command| match command {
             Command::Barrier => emu::Command::Barrier,
             Command::Dispatch(dispatch) => emu::Command::Dispatch(emu::Dispatch {
-                pipeline: self.pipelines[dispatch.pipeline.0 as usize],
+                pipeline: self.pipeline_for(dispatch),
                 bindings: dispatch.bound.iter().map(|bound| self.bound(bound)).enumerate().collect(),
                 threadgroup: Vec::new(),
                 groups: [dispatch.groups[0] as u32, dispatch.groups[1] as u32, 1],

@@ -4,7 +4,7 @@
 //! - `kernels`: shaders, each with its wrapper beside it;
 //! - `plan`: what is decided at load; `state`: what a session keeps; `step`: the checks of a step and its results; `sample`:
 //!   sampling on the host, but for the highest logit, which the GPU finds;
-//! - `device`: the trait that a GPU implements, `metal` on a Mac and the emulator of `lily-metal-emu` in tests.
+//! - `device`: the trait that a GPU implements, `macos` on a Mac and the emulator of `lily-metal-emu` in tests.
 //!
 //! A step is encoded token by token through the kernels of decode, a few tokens to a command buffer, and returns at once.
 //! A second step may follow before the first is waited for; the token that the first one samples stays on the GPU.
@@ -20,6 +20,9 @@ mod device;
 mod emulated;
 mod forward;
 mod kernels;
+#[cfg(target_os = "macos")]
+#[expect(unsafe_code, reason = "Metal is called, and memory that it shares is copied; each with its SAFETY note")]
+mod macos;
 mod plan;
 mod sample;
 mod state;
@@ -27,7 +30,25 @@ mod step;
 #[cfg(test)]
 mod tests;
 
+use lily_backend::{Backend, Result};
+use lily_model::Checkpoint;
+
 pub use state::KvDtype;
+
+/// The model on this Mac's GPU: compiles the kernels and copies the weights.
+///
+/// Fails with [`Unavailable`](lily_backend::Error::Unavailable) where there is no Apple GPU, macOS 15 or kernel for the
+/// checkpoint, with [`OutOfMemory`](lily_backend::Error::OutOfMemory) if the GPU may not hold the weights.
+#[cfg(target_os = "macos")]
+pub fn load(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Box<dyn Backend>> {
+    Ok(Box::new(backend::MetalBackend::load(macos::MacGpu::open()?, checkpoint, options)?))
+}
+
+/// There is no Metal here: [`Unavailable`](lily_backend::Error::Unavailable).
+#[cfg(not(target_os = "macos"))]
+pub fn load(_checkpoint: &Checkpoint, _options: &LoadOptions) -> Result<Box<dyn Backend>> {
+    Err(lily_backend::Error::Unavailable { name: "metal", reason: "it needs a Mac".into() })
+}
 
 /// How to load.
 #[derive(Clone, Debug)]

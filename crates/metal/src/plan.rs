@@ -107,7 +107,12 @@ impl Plan {
         let needed = weights.quantized_bytes();
         let available = gpu.memory_bytes();
         if needed > available {
-            return Err(Error::OutOfMemory { what: "the weights".into(), needed, available });
+            // What macOS lets a GPU hold is less than the memory; the user may allow it more.
+            let megabytes = (needed >> 20) + ROOM_MEGABYTES;
+            let what = format!(
+                "the weights (`sudo sysctl iogpu.wired_limit_mb={megabytes}` allows as much until the next start)"
+            );
+            return Err(Error::OutOfMemory { what, needed, available });
         }
         let kernels = Kernels::plan(&mut Builder::new(gpu, &shape, kv), &shape)?;
         let mut weight_bytes = 0;
@@ -264,6 +269,9 @@ impl Scratch {
         Ok((scratch, arena.bytes))
     }
 }
+
+/// What states and activations may need beside the weights: 1 GiB are 50,000 tokens of the full-size model.
+const ROOM_MEGABYTES: usize = 1024;
 
 /// Where everything in a buffer begins: a multiple of all that Metal asks for, and of a cache line.
 const ALIGNMENT: usize = 256;

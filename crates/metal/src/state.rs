@@ -125,6 +125,7 @@ impl State {
                 return Err(error);
             }
         };
+        gpu.clear(recurrent)?;
         let (tokens, sampled) = (Vec::new(), Sampled::None);
         Ok(State { layout, capacity, kv, recurrent, tokens, sampled, awaits_mask: None, lost: false })
     }

@@ -4,7 +4,7 @@ use lily_backend::Result;
 use lily_model::Shape;
 
 use super::{Builder, THREADS};
-use crate::device::{Bound, Dispatch, Pass, Pipeline, Slice};
+use crate::device::{Bound, Dispatch, KernelSpec, Pass, Pipeline, Slice};
 
 const FILE: (&str, &str) = ("attention.metal", include_str!("attention.metal"));
 /// Dimensions of a head that one threadgroup of the second kernel makes, as attention.metal has it.
@@ -57,8 +57,10 @@ fn splits(tokens: usize) -> usize {
 impl Attention {
     pub(crate) fn plan(builder: &mut Builder<'_>, shape: &Shape) -> Result<Attention> {
         Ok(Attention {
-            partials: builder.pipeline(FILE, "attention_partials", &[])?,
-            combine: builder.pipeline(FILE, "attention_combine", &[])?,
+            partials: builder
+                .pipeline(FILE, KernelSpec { kernel: "attention_partials", constants: &[], threads: THREADS })?,
+            combine: builder
+                .pipeline(FILE, KernelSpec { kernel: "attention_combine", constants: &[], threads: COMBINED })?,
             query_heads: shape.query_heads,
             kv_heads: shape.kv_heads,
         })

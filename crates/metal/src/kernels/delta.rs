@@ -4,7 +4,7 @@ use lily_backend::Result;
 use lily_model::Shape;
 
 use super::{Builder, SIMDS, THREADS};
-use crate::device::{Bound, Dispatch, Pass, Pipeline, Slice};
+use crate::device::{Bound, Dispatch, KernelSpec, Pass, Pipeline, Slice};
 
 /// `delta_step`.
 pub(crate) struct Delta {
@@ -43,7 +43,10 @@ pub(crate) struct Args<'a> {
 
 impl Delta {
     pub(crate) fn plan(builder: &mut Builder<'_>, shape: &Shape) -> Result<Delta> {
-        let pipeline = builder.pipeline(("delta.metal", include_str!("delta.metal")), "delta_step", &[])?;
+        let pipeline = builder.pipeline(
+            ("delta.metal", include_str!("delta.metal")),
+            KernelSpec { kernel: "delta_step", constants: &[], threads: THREADS },
+        )?;
         Ok(Delta { pipeline, groups: shape.delta_value_heads * SIMDS })
     }
 

@@ -4,7 +4,7 @@ use lily_backend::Result;
 use lily_model::Shape;
 
 use super::{Builder, LANES, Matrix, Stream, stream_groups};
-use crate::device::{Bound, Dispatch, Pass, Pipeline, Slice};
+use crate::device::{Bound, Dispatch, KernelSpec, Pass, Pipeline, Slice};
 
 /// `embed`: the token's row of the embedding.
 pub(crate) struct Embed {
@@ -24,7 +24,10 @@ pub(crate) struct Args<'a> {
 
 impl Embed {
     pub(crate) fn plan(builder: &mut Builder<'_>, shape: &Shape) -> Result<Embed> {
-        let pipeline = builder.pipeline(("embed.metal", include_str!("embed.metal")), "embed", &[])?;
+        let pipeline = builder.pipeline(
+            ("embed.metal", include_str!("embed.metal")),
+            KernelSpec { kernel: "embed", constants: &[], threads: LANES },
+        )?;
         Ok(Embed { pipeline, groups: stream_groups(shape) })
     }
 

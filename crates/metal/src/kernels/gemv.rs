@@ -4,7 +4,7 @@ use lily_backend::Result;
 use lily_model::Shape;
 
 use super::{Builder, LANES, Matrix, SIMDS, Stream, THREADS, slices, stream_groups};
-use crate::device::{Bound, Dispatch, Pass, Pipeline, Slice};
+use crate::device::{Bound, Dispatch, KernelSpec, Pass, Pipeline, Slice};
 
 const FILE: (&str, &str) = ("gemv.metal", include_str!("gemv.metal"));
 const RESIDUAL_FILE: (&str, &str) = ("residual.metal", include_str!("residual.metal"));
@@ -30,7 +30,11 @@ impl Gemv {
     /// For a matrix `[outputs, hidden]` whose first `split` rows go to the first output.
     pub(crate) fn plan(builder: &mut Builder<'_>, shape: &Shape, outputs: usize, split: usize) -> Result<Gemv> {
         let (groups, constants) = grid(outputs, shape.hidden, split);
-        Ok(Gemv { pipeline: builder.pipeline(FILE, "gemv_q4", &constants)?, groups })
+        Ok(Gemv {
+            pipeline: builder
+                .pipeline(FILE, KernelSpec { kernel: "gemv_q4", constants: &constants, threads: THREADS })?,
+            groups,
+        })
     }
 
     pub(crate) fn encode(&self, pass: &mut Pass, matrix: &Matrix, stream: &Stream, outputs: [Slice; 2]) {
@@ -63,7 +67,8 @@ impl Residual {
     /// For matrices `[hidden, inputs]`; `gated`: the input is a delta layer's.
     pub(crate) fn plan(builder: &mut Builder<'_>, shape: &Shape, inputs: usize, gated: bool) -> Result<Residual> {
         let kernel = if gated { "gemv_q4_residual_gated" } else { "gemv_q4_residual" };
-        let pipeline = builder.pipeline(RESIDUAL_FILE, kernel, &[("INPUTS", inputs)])?;
+        let pipeline = builder
+            .pipeline(RESIDUAL_FILE, KernelSpec { kernel, constants: &[("INPUTS", inputs)], threads: THREADS })?;
         Ok(Residual { pipeline, groups: stream_groups(shape) })
     }
 
@@ -98,8 +103,14 @@ pub(crate) const NO_ID: u32 = u32::MAX;
 impl Head {
     pub(crate) fn plan(builder: &mut Builder<'_>, shape: &Shape) -> Result<Head> {
         let (groups, constants) = grid(shape.vocab, shape.hidden, 0);
-        let logits = builder.pipeline(FILE, "gemv_q4_head", &constants)?;
-        Ok(Head { logits, argmax: builder.pipeline(FILE, "argmax", &constants)?, groups })
+        let logits =
+            builder.pipeline(FILE, KernelSpec { kernel: "gemv_q4_head", constants: &constants, threads: THREADS })?;
+        Ok(Head {
+            logits,
+            argmax: builder
+                .pipeline(FILE, KernelSpec { kernel: "argmax", constants: &constants, threads: ARGMAX_THREADS })?,
+            groups,
+        })
     }
 
     /// Threadgroups of the first kernel, each of which leaves one candidate.

@@ -15,7 +15,7 @@ use std::fmt::Write;
 use lily_backend::Result;
 use lily_model::Shape;
 
-use crate::device::{Bound, Gpu, Pipeline, Slice, Source};
+use crate::device::{Bound, Gpu, KernelSpec, Pipeline, Slice, Source};
 use crate::state::KvDtype;
 
 /// Rows of the residual stream that one threadgroup finishes, as common.metal has it.
@@ -25,7 +25,7 @@ const SIMDS: usize = 4;
 /// Threads of such a threadgroup.
 const THREADS: usize = SIMDS * LANES;
 /// Threads of a simdgroup, on every Apple GPU.
-const LANES: usize = 32;
+pub(crate) const LANES: usize = 32;
 /// Columns that a simdgroup holds at a time, as common.metal has it.
 const SLICE_COLUMNS: usize = 1024;
 
@@ -87,16 +87,11 @@ impl<'a> Builder<'a> {
     }
 
     /// A kernel of the file `name`.
-    fn pipeline(
-        &mut self,
-        (name, text): (&'static str, &str),
-        kernel: &'static str,
-        constants: &[(&str, usize)],
-    ) -> Result<Pipeline> {
+    fn pipeline(&mut self, (name, text): (&'static str, &str), spec: KernelSpec<'_>) -> Result<Pipeline> {
         let common = include_str!("common.metal");
         let Builder { gpu, prelude } = self;
         let text = format!("{prelude}#line 1 \"common.metal\"\n{common}#line 1 \"{name}\"\n{text}");
-        gpu.pipeline(&Source { name, text }, kernel, constants)
+        gpu.pipeline(&Source { name, text }, &spec)
     }
 }
 

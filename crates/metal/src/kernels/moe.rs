@@ -4,7 +4,7 @@ use lily_backend::Result;
 use lily_model::Shape;
 
 use super::{Builder, Matrix, SIMDS, Stream, THREADS, slices, stream_groups};
-use crate::device::{Bound, Dispatch, Pass, Pipeline, Slice};
+use crate::device::{Bound, Dispatch, KernelSpec, Pass, Pipeline, Slice};
 
 const FILE: (&str, &str) = ("moe.metal", include_str!("moe.metal"));
 /// Router rows of a simdgroup, as moe.metal has it.
@@ -53,9 +53,11 @@ impl Moe {
         let row_groups = SIMDS / slices(shape.hidden);
         let pairs = row_groups * PAIRS;
         Ok(Moe {
-            router: builder.pipeline(FILE, "gemv_q8_router", &[])?,
-            gate_up: builder.pipeline(FILE, "experts_gate_up", &[])?,
-            down: builder.pipeline(FILE, "experts_down", &[])?,
+            router: builder
+                .pipeline(FILE, KernelSpec { kernel: "gemv_q8_router", constants: &[], threads: THREADS })?,
+            gate_up: builder
+                .pipeline(FILE, KernelSpec { kernel: "experts_gate_up", constants: &[], threads: THREADS })?,
+            down: builder.pipeline(FILE, KernelSpec { kernel: "experts_down", constants: &[], threads: THREADS })?,
             router_groups: (shape.experts + 1).div_ceil(row_groups * ROUTER_ROWS),
             gate_up_groups: shape.experts_per_token * (shape.expert_width / pairs) + shape.shared_width / pairs,
             down_groups: stream_groups(shape),

@@ -44,8 +44,8 @@ lily_backend::conformance_suite! {
     bf16_kv: Subject { load: || Box::new(load(KvDtype::Bf16, 7)), budget: 0.0 };
 }
 
-/// Activations and sums are f32, so the bound is the budget for that.
-const TOLERANCE: f32 = 2e-3;
+/// Activations and sums are f32, whose budget is 2e-3. Measured: 2e-5, as far as the reference itself is from the goldens.
+const TOLERANCE: f32 = 2e-4;
 
 #[test]
 #[ignore = "needs clang-19; .ci/run installs it and runs them"]
