@@ -1,6 +1,7 @@
 //! `check`: what every change must pass.
 
 mod aarch64;
+mod darwin;
 mod markdown;
 
 use std::path::Path;
@@ -30,6 +31,8 @@ enum Stage {
     Markdown,
     /// The CPU backend for AArch64: lints, and unit tests on emulated processors. Says what it lacks tools for.
     Aarch64,
+    /// The workspace for a Mac: lints against Apple's interfaces. Says if it lacks a standard library.
+    Darwin,
 }
 
 pub fn run(args: &Args) -> Result<()> {
@@ -49,6 +52,7 @@ pub fn run(args: &Args) -> Result<()> {
             }
             Stage::Markdown => markdown()?,
             Stage::Aarch64 => aarch64::run()?,
+            Stage::Darwin => darwin::run()?,
         }
     }
     Ok(())

@@ -32,6 +32,17 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
             };
             Ok(Box::new(CpuBackend::load(checkpoint, &options)?))
         }
+        BackendName::Metal => {
+            let options = lily_metal::LoadOptions {
+                kv: match args.device.kv {
+                    KvType::F32 => lily_metal::KvDtype::F32,
+                    KvType::Bf16 => lily_metal::KvDtype::Bf16,
+                },
+                max_context: Some(context(args, &checkpoint)?),
+                ..lily_metal::LoadOptions::default()
+            };
+            Ok(lily_metal::load(&checkpoint, &options)?)
+        }
         BackendName::Reference => {
             Err(Usage("the reference only computes logits: use it with `lily logits` or `lily inspect --diff`".into())
                 .into())

@@ -484,6 +484,21 @@ impl<G: Gpu> Backend for MetalBackend<G> {
         }
     }
 
+    fn feed_noise(&mut self, id: StateId, tokens: &[u32], seed: u64) -> Result<()> {
+        let state = self.settled_state(id)?;
+        let (position, capacity) = (state.position(), state.capacity());
+        if tokens.len() > capacity - position {
+            return Err(Error::ContextFull { position, more: tokens.len(), capacity });
+        }
+        if let Some(bad) = tokens.iter().find(|token| **token as usize >= self.caps.vocab) {
+            return Err(Error::BadStep(format!("token {bad} is outside the vocabulary of {}", self.caps.vocab)));
+        }
+        match self.states.get_mut(&id.0) {
+            Some(state) => state.feed_noise(&mut self.gpu, tokens, seed),
+            None => Err(unknown("state", id.0.into())),
+        }
+    }
+
     fn submit(&mut self, step: Step) -> Result<Ticket> {
         step::check(&step, &self.caps, &self.states, &self.pending)?;
         let needs_host = |row: &Row| {

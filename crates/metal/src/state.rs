@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 
-use lily_backend::{Error, Result, Ticket};
+use lily_backend::{Error, Result, SamplingParams, Ticket};
 use lily_model::Shape;
 use sha2::{Digest, Sha256};
 
@@ -212,6 +212,25 @@ impl State {
         }
         gpu.copy(from.recurrent, self.recurrent)?;
         self.settle();
+        Ok(())
+    }
+
+    /// Advances by `ids`, which fit, with seeded noise for keys and values and the recurrent part as it is. Every plane has the
+    /// same noise: what it is does not matter for speed.
+    pub(crate) fn feed_noise(&mut self, gpu: &mut dyn Gpu, ids: &[u32], seed: u64) -> Result<()> {
+        let Layout { row, .. } = self.layout;
+        let (first, element) = (self.position(), row / Shape::HEAD_DIM);
+        let places = first * Shape::HEAD_DIM..(first + ids.len()) * Shape::HEAD_DIM;
+        let noise = places.map(|place| 3f32.sqrt() * (2.0 * SamplingParams::uniform(seed, place) - 1.0));
+        let bytes: Vec<u8> = match element {
+            2 => noise.flat_map(|x| ((x.to_bits() >> 16) as u16).to_le_bytes()).collect(),
+            _ => noise.flat_map(f32::to_le_bytes).collect(),
+        };
+        self.tokens.extend(ids.iter().copied().map(Some));
+        for rows in self.rows() {
+            gpu.write(rows.part(first * row, bytes.len()), &bytes)?;
+        }
+        self.sampled = Sampled::None;
         Ok(())
     }
 

@@ -1,10 +1,14 @@
 //! Directories and disks that do not do.
 
 use std::fs;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Stdio};
+#[cfg(target_os = "linux")]
+use std::process::{Command, Output};
 use std::time::Duration;
 
-use super::fixture::{Fixture, assert_says, fails, failure, len, succeeds, wait_until};
+#[cfg(target_os = "linux")]
+use super::fixture::failure;
+use super::fixture::{Fixture, assert_says, fails, len, succeeds, wait_until};
 use super::server::Reply;
 
 #[test]

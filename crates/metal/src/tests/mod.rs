@@ -122,6 +122,29 @@ fn two_steps_in_flight_pass_the_token_on_the_device() {
     }
 }
 
+/// A synthetic context depends on its seed and nothing else, and a refused one leaves the state as it was.
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn noise_is_seeded_and_takes_the_place_of_tokens() {
+    let run = |kv, seed| {
+        let mut backend = load(kv, 0);
+        let state = backend.new_state(100).expect("a state");
+        logits(&mut backend, state, &[1, 2]);
+        backend.feed_noise(state, &[3; 50], seed).expect("noise");
+        assert!(matches!(backend.feed_noise(state, &[3; 49], seed), Err(Error::ContextFull { position: 52, .. })));
+        assert!(matches!(backend.feed_noise(state, &[u32::MAX], seed), Err(Error::BadStep(_))));
+        assert_eq!(backend.position(state).expect("a position"), 52);
+        let logits = logits(&mut backend, state, &[4]);
+        assert!(logits.iter().all(|logit| logit.is_finite()));
+        logits
+    };
+    for kv in [KvDtype::F32, KvDtype::Bf16] {
+        let first = run(kv, 1);
+        assert_eq!(first, run(kv, 1));
+        assert_ne!(first, run(kv, 2));
+    }
+}
+
 /// A shape with the layers of the full-size model, as narrow as kernels allow.
 fn as_deep_as_qwen36() -> Shape {
     Shape {
