@@ -7,7 +7,7 @@ use lily_backend::{
     Backend, Caps, Error, Input, MemoryReport, Output, Part, Result, Row, RowOutput, SampledToken, SnapshotId, Stage,
     StageOutput, StateId, Step, Ticket, Want,
 };
-use lily_model::{Checkpoint, Shape};
+use lily_model::Checkpoint;
 
 use crate::LoadOptions;
 use crate::device::{Commit, Gpu, Slice, float_bytes, read_words};
@@ -16,10 +16,8 @@ use crate::kernels::gemv::NO_ID;
 use crate::plan::Plan;
 use crate::sample::{self, is_plain_greedy};
 use crate::state::{Layout, Sampled, Snapshot, State};
-use crate::step::{self, Pending, RowResult, Sampling};
+use crate::step::{self, ANGLES, MAX_ROWS, Pending, RowResult, Sampling, StepSet, angles};
 
-/// Most rows of a step. Rows run one after the other, so this bounds a step's latency, not memory.
-const MAX_ROWS: usize = 8;
 /// Steps that may wait for `wait`: one that runs and one that is ready when it ends.
 const STEPS_IN_FLIGHT: usize = 2;
 /// Sets of step memory: the token that a step sampled is read by the next one, which is waited for before a third begins.
@@ -27,9 +25,6 @@ const STEP_SETS: usize = STEPS_IN_FLIGHT + 1;
 /// Tokens of a command buffer. A display waits for the GPU no longer than one takes: 8 tokens of the full-size model are
 /// 80 ms at 200 GB/s.
 const COMMIT_TOKENS: usize = 8;
-/// Angles of one position: cosine and sine of each pair of rotary dimensions.
-const ANGLES: usize = Shape::ROTARY_DIM;
-
 /// The model on a GPU.
 pub(crate) struct MetalBackend<G: Gpu> {
     gpu: G,
@@ -46,38 +41,6 @@ pub(crate) struct MetalBackend<G: Gpu> {
     next_state: u32,
     next_snapshot: u32,
     next_ticket: u64,
-}
-
-/// What a step brings along and takes away.
-struct StepSet {
-    /// `[rows, chunk]` u32.
-    ids: Slice,
-    /// `[rows, chunk, 32]` pairs of cosine and sine, f32.
-    angles: Slice,
-    /// `[rows]` u32: the tokens that it samples.
-    sampled: Slice,
-}
-
-impl StepSet {
-    fn new(gpu: &mut dyn Gpu, max_chunk: usize) -> Result<StepSet> {
-        let tokens = MAX_ROWS * max_chunk;
-        let mut slice = |bytes| -> Result<Slice> {
-            let buffer = gpu.buffer(bytes, "inputs of a step")?;
-            Ok(Slice { buffer, offset: 0, bytes })
-        };
-        Ok(StepSet { ids: slice(4 * tokens)?, angles: slice(4 * ANGLES * tokens)?, sampled: slice(4 * MAX_ROWS)? })
-    }
-
-    fn bytes(&self) -> usize {
-        self.ids.bytes + self.angles.bytes + self.sampled.bytes
-    }
-}
-
-/// Cosine and sine of a position, in turn. Angles are made in f64; only these are rounded.
-pub(crate) fn angles(position: usize, theta: f64) -> Vec<f32> {
-    let pairs = ANGLES / 2;
-    let angle = |i: usize| position as f64 * theta.powf(-(i as f64) / pairs as f64);
-    (0..pairs).flat_map(|i| [angle(i).cos() as f32, angle(i).sin() as f32]).collect()
 }
 
 fn unknown(what: &'static str, id: u64) -> Error {
@@ -186,8 +149,14 @@ impl<G: Gpu> MetalBackend<G> {
         for row in 0..self.pending[index].rows.len() {
             let result = std::mem::replace(&mut self.pending[index].rows[row], RowResult::Done(RowOutput::Nothing));
             let result = match failure.take() {
-                Some(error) => RowResult::Failed(error),
-                None if lost => RowResult::Done(RowOutput::Nothing),
+                Some(error) => {
+                    self.discard(result);
+                    RowResult::Failed(error)
+                }
+                None if lost => {
+                    self.discard(result);
+                    RowResult::Done(RowOutput::Nothing)
+                }
                 None => self.finish_row(ticket, row, result).unwrap_or_else(RowResult::Failed),
             };
             lost |= matches!(&result, RowResult::Failed(Error::BadLogits { .. } | Error::Device(_)));
@@ -204,6 +173,16 @@ impl<G: Gpu> MetalBackend<G> {
             if let Some(state) = self.states.get_mut(&id.0) {
                 state.lost = true;
             }
+        }
+    }
+
+    /// Gives back the memory of a result that nobody will see.
+    fn discard(&mut self, result: RowResult) {
+        if let RowResult::Logits { slice: logits, .. }
+        | RowResult::Token { logits, .. }
+        | RowResult::Sampling { logits, .. } = result
+        {
+            self.give_logits_back(logits);
         }
     }
 
@@ -273,34 +252,45 @@ impl<G: Gpu> MetalBackend<G> {
         }
     }
 
-    /// Encodes and commits one row; `set` and `index` say where its inputs go.
-    fn run_row(&mut self, ticket: Ticket, index: usize, row: Row, trace: bool) -> Result<RunRow> {
-        let set = &self.sets[(ticket.0 % STEP_SETS as u64) as usize];
-        let (ids, all_angles, sampled) = (set.ids, set.angles, set.sampled.nth(index, 4));
-        let Row { state: id, input, want } = row;
-        let state = self.state(id)?;
-        let (start, previous) = (state.position(), state.sampled);
-        let place = |token: usize| index * self.caps.max_chunk + token;
-        let (tokens, on_device) = match (input, previous) {
-            (Input::Tokens(ids), _) => (ids.into_iter().map(Some).collect(), None),
+    /// Writes what a row's tokens bring along, and returns it with their ids, as far as the host knows them.
+    fn write_inputs(&mut self, ticket: Ticket, index: usize, row: &Row) -> Result<(Vec<Token>, Vec<Option<u32>>)> {
+        let set = self.set(ticket);
+        let (ids, all_angles) = (set.ids, set.angles);
+        let state = self.state(row.state)?;
+        let start = state.position();
+        let (tokens, on_device) = match (&row.input, state.sampled) {
+            (Input::Tokens(ids), _) => (ids.iter().copied().map(Some).collect(), None),
             (Input::PreviousSample, Sampled::OnDevice(_, slice)) => (vec![None], Some(slice)),
             (Input::PreviousSample, Sampled::Id(id)) => (vec![Some(id)], None),
             (Input::PreviousSample, _) => return Err(Error::BadStep(format!("row {index}: no token was sampled"))),
         };
-        let theta = self.plan.shape.rope_theta;
         let mut inputs = Vec::with_capacity(tokens.len());
         for (token, id) in tokens.iter().enumerate() {
+            let place = index * self.caps.max_chunk + token;
             let own = Token {
-                id: on_device.unwrap_or(ids.nth(place(token), 4)),
-                angles: all_angles.nth(place(token), 4 * ANGLES),
+                id: on_device.unwrap_or(ids.nth(place, 4)),
+                angles: all_angles.nth(place, 4 * ANGLES),
                 position: start + token,
             };
-            self.gpu.write(own.angles, &float_bytes(&angles(own.position, theta)))?;
+            self.gpu.write(own.angles, &float_bytes(&angles(own.position, self.plan.shape.rope_theta)))?;
             if let Some(id) = id {
                 self.gpu.write(own.id, &id.to_le_bytes())?;
             }
             inputs.push(own);
         }
+        Ok((inputs, tokens))
+    }
+
+    /// The memory of a step.
+    fn set(&self, ticket: Ticket) -> &StepSet {
+        &self.sets[(ticket.0 % STEP_SETS as u64) as usize]
+    }
+
+    /// Encodes and commits one row, the `index`-th of its step.
+    fn run_row(&mut self, ticket: Ticket, index: usize, row: Row, trace: bool) -> Result<RunRow> {
+        let (inputs, tokens) = self.write_inputs(ticket, index, &row)?;
+        let sampled = self.set(ticket).sampled.nth(index, 4);
+        let Row { state: id, want, .. } = row;
         let heads = match &want {
             Want::Nothing => 0,
             Want::Token(_) | Want::LastLogits => 1,
@@ -341,7 +331,7 @@ impl<G: Gpu> MetalBackend<G> {
             }
         }
 
-        let position = start + tokens.len();
+        let position = self.state(id)?.position() + tokens.len();
         let (result, next) = match (want, logits) {
             (Want::Token(params), Some(logits)) => {
                 let awaits_mask = params.masked;

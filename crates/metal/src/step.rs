@@ -1,14 +1,52 @@
-//! The checks of a step, and what becomes of its rows until they are waited for.
+//! The memory of a step, its checks, and what becomes of its rows until they are waited for.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use lily_backend::{
     Caps, Error, Input, Result, Row, RowOutput, SampledToken, SamplingParams, StageOutput, StateId, Step, Ticket, Want,
 };
+use lily_model::Shape;
 
-use crate::device::{Commit, Slice};
+use crate::device::{Commit, Gpu, Slice};
 use crate::sample::{self, NoToken};
 use crate::state::{Sampled, State};
+
+/// Most rows of a step. Rows run one after the other, so this bounds a step's latency, not memory.
+pub(crate) const MAX_ROWS: usize = 8;
+/// Angles of one position: cosine and sine of each pair of rotary dimensions.
+pub(crate) const ANGLES: usize = Shape::ROTARY_DIM;
+
+/// What a step brings along and takes away.
+pub(crate) struct StepSet {
+    /// `[rows, chunk]` u32.
+    pub(crate) ids: Slice,
+    /// `[rows, chunk, 32]` pairs of cosine and sine, f32.
+    pub(crate) angles: Slice,
+    /// `[rows]` u32: the tokens that it samples.
+    pub(crate) sampled: Slice,
+}
+
+impl StepSet {
+    pub(crate) fn new(gpu: &mut dyn Gpu, max_chunk: usize) -> Result<StepSet> {
+        let tokens = MAX_ROWS * max_chunk;
+        let mut slice = |bytes| -> Result<Slice> {
+            let buffer = gpu.buffer(bytes, "inputs of a step")?;
+            Ok(Slice { buffer, offset: 0, bytes })
+        };
+        Ok(StepSet { ids: slice(4 * tokens)?, angles: slice(4 * ANGLES * tokens)?, sampled: slice(4 * MAX_ROWS)? })
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.ids.bytes + self.angles.bytes + self.sampled.bytes
+    }
+}
+
+/// Cosine and sine of a position, in turn. Angles are made in f64; only these are rounded.
+pub(crate) fn angles(position: usize, theta: f64) -> Vec<f32> {
+    let pairs = ANGLES / 2;
+    let angle = |i: usize| position as f64 * theta.powf(-(i as f64) / pairs as f64);
+    (0..pairs).flat_map(|i| [angle(i).cos() as f32, angle(i).sin() as f32]).collect()
+}
 
 /// An accepted step that was not waited for.
 pub(crate) struct Pending {

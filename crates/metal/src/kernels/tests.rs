@@ -450,7 +450,6 @@ fn the_delta_rule_is_that_of_the_reference_token_after_token() {
             assert_close(&bench.read(state), &states, F32_RECURRENCE, &format!("{case:?}, state"));
             Ok(got)
         });
-        // A norm makes the error of a small output as large as that of a large one; inputs as small as these decay slowly.
         assert_close(&got, &expected, F32_RECURRENCE, &format!("{case:?}"));
     }
 }
@@ -495,10 +494,8 @@ fn attention_is_that_of_the_reference_over_keys_that_are_there() {
                 for (head, own) in own.chunks_exact(2 * D).enumerate() {
                     let kv_head = ops::shared_head(head, case.query_heads, case.kv_heads);
                     let (k, v) = (rows(&keys, kv_head), rows(&values, kv_head));
-                    let refs = |rows: &'_ [Vec<f32>]| rows.iter().map(|row| row.to_vec()).collect::<Vec<_>>();
-                    let (k, v) = (refs(&k), refs(&v));
-                    let (k, v): (Vec<&[f32]>, Vec<&[f32]>) =
-                        (k.iter().map(|r| &r[..]).collect(), v.iter().map(|r| &r[..]).collect());
+                    let k: Vec<&[f32]> = k.iter().map(Vec::as_slice).collect();
+                    let v: Vec<&[f32]> = v.iter().map(Vec::as_slice).collect();
                     let out = ops::attention(&normed(&own[..D], &query_norm), &k, &v);
                     expected.extend(ops::attention_gate(&out, &own[D..]));
                 }
@@ -534,7 +531,7 @@ fn attention_is_that_of_the_reference_over_keys_that_are_there() {
                         key_value: bench.floats(&key_value[token * 2 * shape.kv_width()..][..2 * shape.kv_width()]),
                         query_norm,
                         key_norm,
-                        angles: bench.floats(&crate::backend::angles(position, shape.rope_theta)),
+                        angles: bench.floats(&crate::step::angles(position, shape.rope_theta)),
                         keys: caches[0],
                         values: caches[1],
                         outputs,

@@ -207,6 +207,7 @@ fn bytes(moved: &Moved) -> u64 {
 fn a_fault_of_the_device_is_an_error_at_wait_and_loses_the_state() {
     let mut backend = load(KvDtype::Bf16, 0);
     let state = backend.new_state(16).expect("a state");
+    let scratch = backend.memory().scratch;
     // A head whose rows end too early: the kernel reads beyond them.
     backend.shorten_head();
     let rows = vec![Row { state, input: Input::Tokens(vec![1]), want: Want::LastLogits }];
@@ -214,6 +215,14 @@ fn a_fault_of_the_device_is_an_error_at_wait_and_loses_the_state() {
     let error = backend.wait(ticket).expect_err("a fault");
     assert!(matches!(&error, Error::Device(what) if what.contains("outside of every bound buffer")), "{error}");
     assert!(matches!(backend.submit(Step { rows, trace: false }), Err(Error::StateLost(_))));
+    let logits = 4 * backend.caps().vocab;
+    assert_eq!(backend.memory().scratch, scratch + logits, "one position's logits are kept for the next step");
+    let ids = Input::Tokens(vec![1, 2, 3]);
+    backend.reset_state(state).expect("reset");
+    let rows = vec![Row { state, input: ids, want: Want::AllLogits }];
+    let ticket = backend.submit(Step { rows, trace: false }).expect("accepted");
+    backend.wait(ticket).expect_err("a fault");
+    assert_eq!(backend.memory().scratch, scratch + logits, "those of a failed step are not");
     backend.reset_state(state).expect("reset");
     step(&mut backend, state, Input::Tokens(vec![1]), Want::Nothing);
 }
