@@ -45,6 +45,8 @@ pub enum BackendName {
     Auto,
     /// Threads of this machine's processor.
     Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
     /// The plain f32 specification: slow, for comparison.
     Reference,
 }

@@ -8,7 +8,8 @@ mod sampling_laws;
 
 pub use laws::Subject;
 
-/// Makes a module of tests per subject, one test per law, so that a failure names the law:
+/// Makes a module of tests per subject, one test per law, so that a failure names the law. Attributes in front of a subject go to
+/// each of its tests:
 ///
 /// ```ignore
 /// lily_backend::conformance_suite! {
@@ -17,7 +18,7 @@ pub use laws::Subject;
 /// ```
 #[macro_export]
 macro_rules! conformance_suite {
-    ($($suite:ident: $subject:expr;)+) => {$(
+    ($($(#[$attribute:meta])* $suite:ident: $subject:expr;)+) => {$(
         mod $suite {
             use super::*;
 
@@ -26,6 +27,7 @@ macro_rules! conformance_suite {
             }
 
             $crate::conformance_laws! {
+                [$(#[$attribute])*]
                 prefill_equals_repeated_decode
                 one_chunk_equals_many_chunks
                 the_same_steps_give_the_same_bits
@@ -60,10 +62,14 @@ macro_rules! conformance_suite {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! conformance_laws {
-    ($($law:ident)+) => {$(
+    (@law [$(#[$attribute:meta])*] $law:ident) => {
         #[test]
+        $(#[$attribute])*
         fn $law() {
             $crate::conformance::laws::$law(&subject());
         }
-    )+};
+    };
+    ($attributes:tt $($law:ident)+) => {
+        $($crate::conformance_laws! { @law $attributes $law })+
+    };
 }
