@@ -360,9 +360,9 @@ pub(crate) fn check(shape: &Shape, weights: &Weights) -> Result<()> {
             return refuse(format!("{heads} {name} heads cannot share {shared}"));
         }
     }
-    if shape.query_heads / shape.kv_heads > 16 {
+    if shape.query_heads / shape.kv_heads > 8 {
         return refuse(format!(
-            "{} query heads on {} key/value heads; at most 16 share one",
+            "{} query heads on {} key/value heads; at most 8 share one",
             shape.query_heads, shape.kv_heads
         ));
     }

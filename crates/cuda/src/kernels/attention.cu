@@ -1,7 +1,7 @@
 // Grouped-query attention over a BF16 cache [kv head, capacity, 256], with norms and RoPE of queries and keys.
 //
 // One token: the cached tokens are cut into parts, a CTA takes one part of one kv head for all its query heads, and a second
-// kernel adds the parts up. Many tokens: blocks of 16 positions of up to 4 query heads on tensor cores.
+// kernel adds the parts up. Many tokens: blocks of 16 positions of up to 4 query heads. Both on tensor cores.
 // Reference: lily_reference::ops::{rms_norm, rope, attention, attention_gate}.
 
 constexpr int QUERIES_PER_KV = QUERY_HEADS / KV_HEADS;
@@ -51,104 +51,100 @@ DEVICE void load8(float* x, const float* from) {
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
 
-// ---- One token.
-constexpr int TILE = 32;               // tokens in shared memory at a time
-constexpr int STAGES = 2;
-constexpr int AT_ONCE = 4;             // tokens a warp scores at a time
-constexpr int HEADS_PER_WARP = QUERIES_PER_KV % 4 == 0 ? 4 : QUERIES_PER_KV % 2 == 0 ? 2 : 1;
-constexpr int HEAD_GROUPS = QUERIES_PER_KV / HEADS_PER_WARP;
-static_assert(HEAD_GROUPS <= 16, "a warp per group of heads");
-constexpr int TOKEN_WARPS = 16 / HEAD_GROUPS;
-constexpr int SCORES = AT_ONCE * HEADS_PER_WARP;
-
-// Tokens of a part: whole sixteens.
-DEVICE u32 part_length(u32 tokens, u32 parts) { return ((tokens + parts - 1) / parts + 15) / 16 * 16; }
-
-// Sums of N values over the lanes: lane l gets the value `sum_index<N>(l)`.
-template <int N> DEVICE int sum_index(int lane) {
-    int index = 0;
-#pragma unroll
-    for (int half = N / 2, bit = 1; half > 0; half /= 2, bit *= 2)
-        if (lane & bit) index += half;
-    return index;
+// ---- Tensor cores.
+DEVICE void mma_bf16(float* c, const u32* a, u32 b0, u32 b1) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-template <int N> DEVICE int lane_of_sum(int index) {
-    int lane = 0;
-#pragma unroll
-    for (int half = N / 2, bit = 1; half > 0; half /= 2, bit *= 2)
-        if (index & half) lane += bit;
-    return lane;
+DEVICE void load_matrices(u32* r, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row)));
 }
-template <int N> DEVICE float sum_each(float* v, int lane) {
-    int bit = 1;
-#pragma unroll
-    for (int half = N / 2; half > 0; half /= 2) {
-        const bool upper = lane & bit;
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            const float send = upper ? v[i] : v[i + half];
-            const float keep = upper ? v[i + half] : v[i];
-            v[i] = keep + __shfl_xor_sync(FULL, send, bit);
-        }
-        bit *= 2;
-    }
-    float sum = v[0];
-    for (; bit < 32; bit *= 2) sum += __shfl_xor_sync(FULL, sum, bit);
-    return sum;
+DEVICE void load_matrices_transposed(u32* r, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row)));
+}
+// An 8 x 8 matrix of BF16 pairs, lane 4i + j with columns 2j and 2j + 1 of row i, transposed.
+DEVICE u32 transpose(u32 x) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
 }
 
-struct KvTile {
-    uint4 keys[TILE][HEAD / 8];
-    uint4 values[TILE][HEAD / 8];
+// Rows in shared memory are 512 bytes; their 16-byte pieces are permuted by the row, so that ldmatrix meets no bank twice.
+constexpr int PIECES = HEAD / 8;
+
+// ---- One token. A warp takes every eighth tile of its CTA's part, for all query heads of the kv head at once: they are the
+// columns of the B operand, keys and values the rows of A. Queries and weights are split in two BF16 values each, so that products are as exact as the cache.
+constexpr int ATTEND_WARPS = 8;
+constexpr int ATTEND_TILE = 16;
+static_assert(QUERIES_PER_KV <= 8, "query heads are the columns of an operand");
+struct AttendTiles {
+    uint4 keys[ATTEND_WARPS][ATTEND_TILE][PIECES];
+    uint4 values[ATTEND_WARPS][ATTEND_TILE][PIECES];
 };
+
+// Tokens of a part: whole tiles.
+DEVICE u32 part_length(u32 tokens, u32 parts) {
+    return ((tokens + parts - 1) / parts + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
+}
+
 // Partial results of a part: [query head, parts] of maximum and sum, [parts, query head, 256] of values.
-KERNEL(512, 1)
+KERNEL(ATTEND_WARPS * 32, 2)
 attend(const Run* run, int layer, int parts, const float* projected, const float* q_norm, const float* k_norm,
        float2* part_sums, float* part_values) {
     __shared__ float2 turns[ROTARY / 2];
-    __shared__ float queries[QUERIES_PER_KV][HEAD];
-    __shared__ float2 warp_sums[16][HEADS_PER_WARP];
+    __shared__ uint4 queries[2][8][PIECES];
+    __shared__ float2 warp_sums[ATTEND_WARPS][8];
     extern __shared__ __align__(128) char dynamic_shared[];
-    KvTile* stages = (KvTile*)dynamic_shared;
+    AttendTiles& shared = *(AttendTiles*)dynamic_shared;
     const int kv_head = blockIdx.x / parts, part = blockIdx.x % parts;
-    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     launch_dependents();
     const u32 position = run->position, length = part_length(position + 1, parts);
     const u32 start = part * length, end = min(position + 1, start + length);
     u16* keys = keys_of(run, layer, kv_head);
     u16* values = keys + value_offset(run);
-    auto load = [&](int tile, u32 limit) {
-        KvTile& stage = stages[tile % STAGES];
-        for (int i = tid; i < TILE * HEAD / 8; i += 512) {
-            const u32 token = start + tile * TILE + i / (HEAD / 8);
-            if (token >= limit) continue;
-            copy16(&stage.keys[i / 32][i % 32], keys + (u64)token * HEAD + i % 32 * 8);
-            copy16(&stage.values[i / 32][i % 32], values + (u64)token * HEAD + i % 32 * 8);
+    // Rows beyond the limit repeat the one before it, so that no number in a tile is undefined.
+    auto load = [&](uint4 (*to)[PIECES], const u16* from, u32 tile, u32 limit) {
+        const u32 first = start + tile * ATTEND_TILE;
+        if (first < limit) {
+#pragma unroll 2
+            for (int row = 0; row < ATTEND_TILE; row++)
+                copy16(&to[row][lane ^ (row & 7)], from + (u64)min(first + row, limit - 1) * HEAD + lane * 8);
         }
         copy_commit();
     };
     // Tokens before this one were written a whole pass ago.
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) load(i, min(end, position));
+    load(shared.keys[warp], keys, warp, min(end, position));
+    load(shared.values[warp], values, warp, min(end, position));
     if (tid < ROTARY / 2) turns[tid] = rope_turn(tid, position);
+    if (QUERIES_PER_KV < 8)
+        for (int i = tid; i < 2 * 8 * PIECES; i += ATTEND_WARPS * 32) (&queries[0][0][0])[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     wait_for_inputs();
     if (start >= end) return;
-    const int tiles = (end - start + TILE - 1) / TILE;
     const bool owner = end == position + 1;
-    // The new token's place in shared memory, if its tile is already loading.
-    const u32 at = position - start;
-    const bool beside = owner && (int)(at / TILE) < STAGES;
-    for (int job = warp; job < QUERIES_PER_KV + (owner ? 2 : 0); job += 16) {
+    const u32 new_tile = (position - start) / ATTEND_TILE, new_row = (position - start) % ATTEND_TILE;
+    for (int job = warp; job < QUERIES_PER_KV + (owner ? 2 : 0); job += ATTEND_WARPS) {
         float x[8];
         if (job < QUERIES_PER_KV) {
-            const int head = kv_head * QUERIES_PER_KV + job;
-            load8(x, projected + head * 2 * HEAD + lane * 8);
+            load8(x, projected + (kv_head * QUERIES_PER_KV + job) * 2 * HEAD + lane * 8);
             norm_head(x, q_norm, lane);
             rope_head(x, turns, lane);
+            float rest[8];
             // Scores in powers of two, over sqrt(256).
 #pragma unroll
-            for (int i = 0; i < 8; i++) queries[job][lane * 8 + i] = x[i] * (LOG2E / 16.0f);
+            for (int i = 0; i < 8; i++) {
+                x[i] *= LOG2E / 16.0f;
+                rest[i] = x[i] - bf16_low(to_bf16(x[i]));
+            }
+            queries[0][job][lane ^ job] = pack8(x);
+            queries[1][job][lane ^ job] = pack8(rest);
         } else {
             const bool key = job == QUERIES_PER_KV;
             load8(x, projected + (key ? PROJ_K : PROJ_V) + kv_head * HEAD + lane * 8);
@@ -158,101 +154,108 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
             }
             const uint4 packed = pack8(x);
             ((uint4*)((key ? keys : values) + (u64)position * HEAD))[lane] = packed;
-            if (beside) {
-                KvTile& stage = stages[at / TILE % STAGES];
-                (key ? stage.keys : stage.values)[at % TILE][lane] = packed;
-            }
         }
     }
+    // Copies into the tile of the new token must not come after it.
+    if (owner) copy_wait<0>();
     __syncthreads();
-    const int group = warp % HEAD_GROUPS, token_warp = warp / HEAD_GROUPS;
-    float q[HEADS_PER_WARP][8], o[HEADS_PER_WARP][8];
-#pragma unroll
-    for (int h = 0; h < HEADS_PER_WARP; h++)
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            q[h][i] = queries[group * HEADS_PER_WARP + h][lane * 8 + i];
-            o[h][i] = 0.0f;
+    // If its tile is already here it belongs there too, and repeats to the end of the tile.
+    if (owner && new_tile < ATTEND_WARPS && warp == new_tile) {
+        // From memory, where a warp of this CTA has just written them.
+        for (u32 row = new_row; row < ATTEND_TILE; row++) {
+            shared.keys[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(keys + (u64)position * HEAD) + lane);
+            shared.values[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(values + (u64)position * HEAD) + lane);
         }
-    // Of the head of this lane's score.
-    float highest = -INFINITY, sum = 0.0f;
-    for (int tile = 0; tile < tiles; tile++) {
-        copy_wait<STAGES - 1>();
-        __syncthreads();
-        const KvTile& stage = stages[tile % STAGES];
-        for (int first = token_warp * AT_ONCE; first < TILE; first += TOKEN_WARPS * AT_ONCE) {
-            const u32 token = start + tile * TILE + first;
-            if (token_warp >= TOKEN_WARPS || token >= end) break;
-            float scores[SCORES];
-#pragma unroll
-            for (int t = 0; t < AT_ONCE; t++) {
-                float key[8];
-                unpack8(key, stage.keys[first + t][lane]);
-#pragma unroll
-                for (int h = 0; h < HEADS_PER_WARP; h++) {
-                    float score = 0.0f;
-#pragma unroll
-                    for (int i = 0; i < 8; i++) score += key[i] * q[h][i];
-                    scores[t * HEADS_PER_WARP + h] = score;
-                }
-            }
-            float score = sum_each<SCORES>(scores, lane);
-            // Of tokens beyond the end shared memory holds anything.
-            if (token + sum_index<SCORES>(lane) / HEADS_PER_WARP >= end) score = -INFINITY;
-            // The token's number is in the lowest two bits of the lane.
-            const float now = fmaxf(highest, max_lanes<AT_ONCE>(score));
-            const float correction = exp2f(highest - now), p = exp2f(score - now);
-            sum = sum * correction + sum_lanes<AT_ONCE>(p);
-            highest = now;
-#pragma unroll
-            for (int h = 0; h < HEADS_PER_WARP; h++) {
-                const float c = __shfl_sync(FULL, correction, lane_of_sum<SCORES>(h));
-#pragma unroll
-                for (int i = 0; i < 8; i++) o[h][i] *= c;
-            }
-#pragma unroll
-            for (int t = 0; t < AT_ONCE; t++) {
-                if (token + t >= end) break;
-                float value[8];
-                unpack8(value, stage.values[first + t][lane]);
-#pragma unroll
-                for (int h = 0; h < HEADS_PER_WARP; h++) {
-                    const float weight = __shfl_sync(FULL, p, lane_of_sum<SCORES>(t * HEADS_PER_WARP + h));
-#pragma unroll
-                    for (int i = 0; i < 8; i++) o[h][i] += weight * value[i];
-                }
-            }
+        __syncwarp();
+    }
+    // Dimensions g and g + 8 of each sixteen, for heads 2t and 2t + 1.
+    float o[HEAD / 16][4] = {};
+    float highest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+    const u32 tiles = (end - start + ATTEND_TILE - 1) / ATTEND_TILE;
+    for (u32 tile = warp; tile < tiles; tile += ATTEND_WARPS) {
+        copy_wait<1>();
+        __syncwarp();
+        // Tokens g and g + 8, for heads 2t and 2t + 1.
+        float s[4] = {};
+#pragma unroll 4
+        for (int step = 0; step < HEAD / 16; step++) {
+            u32 a[4], b[4];
+            // Matrices: tokens 0-7 and 8-15 for inputs 0-7, then for 8-15.
+            const int row = lane & 15, piece = step * 2 + (lane >> 4);
+            load_matrices(a, &shared.keys[warp][row][piece ^ (row & 7)]);
+            // Matrices: inputs 0-7 and 8-15 of the rounded queries, then of what rounding left.
+            load_matrices(b, &queries[lane >> 4][lane & 7][(step * 2 + (lane >> 3 & 1)) ^ (lane & 7)]);
+            mma_bf16(s, a, b[0], b[1]);
+            mma_bf16(s, a, b[2], b[3]);
         }
-        __syncthreads();
-        if (tile + STAGES < tiles) load(tile + STAGES, end);
-        else copy_commit();
+        __syncwarp();
+        load(shared.keys[warp], keys, tile + ATTEND_WARPS, end);
+        if (start + tile * ATTEND_TILE + g >= end) s[0] = s[1] = -INFINITY;
+        if (start + tile * ATTEND_TILE + g + 8 >= end) s[2] = s[3] = -INFINITY;
+        float correction[2];
+        u32 p[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            // Over the tokens: lanes of one t.
+            float top = fmaxf(highest[i], fmaxf(s[i], s[i + 2]));
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, d));
+            correction[i] = exp2f(highest[i] - top);
+            highest[i] = top;
+            s[i] = exp2f(s[i] - top), s[i + 2] = exp2f(s[i + 2] - top);
+            sum[i] = sum[i] * correction[i] + s[i] + s[i + 2];
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 rounded = pack_bf16(s[2 * i], s[2 * i + 1]);
+            p[0][i] = transpose(rounded);
+            p[1][i] = transpose(pack_bf16(s[2 * i] - bf16_low(rounded), s[2 * i + 1] - bf16_high(rounded)));
+        }
+#pragma unroll
+        for (int n = 0; n < HEAD / 16; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) o[n][i] *= correction[i & 1];
+        copy_wait<1>();
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < HEAD / 16; n++) {
+            // Matrices: dimensions 0-7 and 8-15 of tokens 0-7, then of 8-15.
+            u32 a[4];
+            const int row = (lane & 7) + (lane >> 4) * 8, piece = n * 2 + (lane >> 3 & 1);
+            load_matrices_transposed(a, &shared.values[warp][row][piece ^ (row & 7)]);
+            mma_bf16(o[n], a, p[0][0], p[0][1]);
+            mma_bf16(o[n], a, p[1][0], p[1][1]);
+        }
+        __syncwarp();
+        load(shared.values[warp], values, tile + ATTEND_WARPS, end);
     }
     // The warps' parts, in shared memory that held the tiles.
-    float* outputs = (float*)dynamic_shared;
+    float(*outputs)[8][HEAD] = (float(*)[8][HEAD])dynamic_shared;
     copy_wait<0>();
     __syncthreads();
 #pragma unroll
-    for (int h = 0; h < HEADS_PER_WARP; h++)
+    for (int i = 0; i < 2; i++) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) outputs[(warp * HEADS_PER_WARP + h) * HEAD + lane * 8 + i] = o[h][i];
-    if (lane < SCORES && sum_index<SCORES>(lane) < HEADS_PER_WARP)
-        warp_sums[warp][sum_index<SCORES>(lane)] = make_float2(highest, sum);
-    __syncthreads();
-    for (int i = tid; i < QUERIES_PER_KV * HEAD; i += 512) {
-        const int head = i / HEAD, h = head % HEADS_PER_WARP, g = head / HEADS_PER_WARP;
-        float top = -INFINITY;
+        for (int d = 4; d < 32; d *= 2) sum[i] += __shfl_xor_sync(FULL, sum[i], d);
 #pragma unroll
-        for (int w = 0; w < TOKEN_WARPS; w++) top = fmaxf(top, warp_sums[w * HEAD_GROUPS + g][h].x);
-        float total = 0.0f, value = 0.0f;
-#pragma unroll
-        for (int w = 0; w < TOKEN_WARPS; w++) {
-            const int source = w * HEAD_GROUPS + g;
-            const float2 part_sum = warp_sums[source][h];
-            const float scale = exp2f(part_sum.x - top);
-            total += scale * part_sum.y;
-            value += scale * outputs[(source * HEADS_PER_WARP + h) * HEAD + i % HEAD];
+        for (int n = 0; n < HEAD / 16; n++) {
+            outputs[warp][2 * t + i][n * 16 + g] = o[n][i];
+            outputs[warp][2 * t + i][n * 16 + g + 8] = o[n][i + 2];
         }
-        const int query_head = kv_head * QUERIES_PER_KV + head;
+        if (g == 0) warp_sums[warp][2 * t + i] = make_float2(highest[i], sum[i]);
+    }
+    __syncthreads();
+    const int used = min((u32)ATTEND_WARPS, tiles);
+    for (int i = tid; i < QUERIES_PER_KV * HEAD; i += ATTEND_WARPS * 32) {
+        const int head = i / HEAD, query_head = kv_head * QUERIES_PER_KV + head;
+        float top = warp_sums[0][head].x;
+        for (int w = 1; w < used; w++) top = fmaxf(top, warp_sums[w][head].x);
+        float total = 0.0f, value = 0.0f;
+        for (int w = 0; w < used; w++) {
+            const float scale = exp2f(warp_sums[w][head].x - top);
+            total += scale * warp_sums[w][head].y;
+            value += scale * outputs[w][head][i % HEAD];
+        }
         part_values[((u64)part * QUERY_HEADS + query_head) * HEAD + i % HEAD] = value;
         if (i % HEAD == 0) part_sums[query_head * parts + part] = make_float2(top, total);
     }
@@ -340,29 +343,11 @@ attention_prepare(const Run* run, int layer, const float* projected, const float
     }
 }
 
-DEVICE void mma_bf16(float* c, const u32* a, u32 b0, u32 b1) {
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-DEVICE void load_matrices(u32* r, const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)));
-}
-DEVICE void load_matrices_transposed(u32* r, const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)));
-}
-
 // ---- Many tokens: flash attention. A warp has one query head and 16 positions; the warps of a CTA share a kv head. Queries and
 // weights are split in two BF16 values each, so that products are as exact as the cache. Out: out [tokens, QUERY_WIDTH], gated.
-// Rows in shared memory are 512 bytes; their 16-byte pieces are permuted by the row, so that ldmatrix meets no bank twice.
+constexpr int TILE = 32;
 constexpr int FLASH_WARPS = QUERIES_PER_KV % 4 == 0 ? 4 : QUERIES_PER_KV % 2 == 0 ? 2 : 1;
 constexpr int FLASH_GROUPS = QUERY_HEADS / FLASH_WARPS;
-constexpr int PIECES = HEAD / 8;
 struct FlashShared {
     uint4 queries[2][FLASH_WARPS][16][PIECES];
     uint4 keys[TILE][PIECES];

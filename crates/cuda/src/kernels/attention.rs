@@ -6,7 +6,7 @@ use lily_model::Shape;
 use super::{Kernels, Pass, Sizes, arguments};
 use crate::device::Pointer;
 
-/// Tokens of keys and values in shared memory at a time.
+/// Tokens of keys and values of [`Kernels::attend_many`] in shared memory at a time.
 const TILE: usize = 32;
 const TILE_BYTES: usize = 2 * TILE * Shape::HEAD_DIM * 2;
 /// Most parts of the cached tokens.
@@ -14,9 +14,12 @@ const MAX_PARTS: usize = 128;
 /// Positions that a warp of [`Kernels::attend_many`] takes.
 const ROWS: usize = 16;
 
-/// Two tiles, later the 16 warps' partial outputs.
-pub(super) fn shared_of_one(s: &Sizes) -> usize {
-    (2 * TILE_BYTES).max(16 * s.heads_together() * Shape::HEAD_DIM * 4)
+/// Warps of [`Kernels::attend`], each with a tile of 16 tokens of its own.
+const ATTEND_WARPS: usize = 8;
+
+/// A tile of keys and values for each warp; later their partial outputs, which take half of it.
+pub(super) fn shared_of_one(_: &Sizes) -> usize {
+    ATTEND_WARPS * TILE_BYTES / 2
 }
 
 /// Queries in two halves, and a tile.
@@ -42,7 +45,7 @@ impl Kernels {
         let parts = self.attention_parts(pass);
         let (layer, grid, parts) = (layer as i32, (self.sizes.kv_heads * parts, 1), parts as i32);
         let arguments = arguments![run, layer, parts, projected, q_norm, k_norm, sums, values];
-        pass.launch(self.attend, grid, 512, arguments)
+        pass.launch(self.attend, grid, 32 * ATTEND_WARPS, arguments)
     }
 
     /// The partial results of [`Kernels::attend`] together, gated, to `out`.

@@ -102,10 +102,11 @@ DEVICE u32 to_bf16(float x) {  // nearest, ties to even; NaN stays NaN
     return (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
 }
 DEVICE u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
-DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
+// Quotients and roots by the special function units: two units in the last place, and no slow path.
+DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
 DEVICE float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
-DEVICE float inverse_root(float x) { return 1.0f / sqrtf(x); }
+DEVICE float inverse_root(float x) { return rsqrtf(x); }
 
 template <int WIDTH> DEVICE float sum_lanes(float x) {
 #pragma unroll
@@ -123,8 +124,8 @@ template <int WIDTH> DEVICE float max_lanes(float x) {
 constexpr float FIXED_LARGEST = 32512.0f;
 constexpr float FIXED_NOTHING = 1e-30f;    // a group without larger values counts as zeros
 constexpr float ROUNDER = 12582912.0f;     // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-DEVICE float fixed_inverse(float largest) { return largest > FIXED_NOTHING ? FIXED_LARGEST / largest : 0.0f; }
-DEVICE float fixed_scale(float largest) { return largest > FIXED_NOTHING ? largest / FIXED_LARGEST : 0.0f; }
+DEVICE float fixed_inverse(float largest) { return largest > FIXED_NOTHING ? __fdividef(FIXED_LARGEST, largest) : 0.0f; }
+DEVICE float fixed_scale(float largest) { return largest > FIXED_NOTHING ? largest * (1.0f / FIXED_LARGEST) : 0.0f; }
 // Low (HIGH = false) or high bytes of four rounded values, in order.
 template <bool HIGH> DEVICE u32 fixed_bytes(u32 a, u32 b, u32 c, u32 d) {
     if (HIGH) {

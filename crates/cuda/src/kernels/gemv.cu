@@ -83,12 +83,14 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
     // Tiles whose partial sums fit beside each other; about three blocks per warp.
     static constexpr int CHUNK = BLOCKS >= 3 * WARPS ? 1 : 3 * WARPS / BLOCKS;
     static constexpr int CHUNK_BLOCKS = CHUNK * BLOCKS;
-    static constexpr int SHARED = WARPS * DEPTH * BYTES;
+    static constexpr int SLOTS_FILLED = DEPTH;
 
     struct Shared {
         float partial[CHUNK_BLOCKS * BLOCK_ROWS];
         float squares[WARPS];
     };
+    // Behind the slots: each warp's part of a norm's weights.
+    static constexpr int NORM_OFFSET = WARPS * SLOTS * BLOCK4;
 
     // A walk over this warp's blocks, chunk by chunk.
     struct Walk {
@@ -129,6 +131,15 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
             if (++filled == DEPTH) filled = 0;
         }
         copy_commit();
+    }
+
+    // Fetches the norm's weights of the warp's first block, with what is filled first.
+    DEVICE float* fetch_norm(char* shared, const float* weight) {
+        float* to = (float*)(shared + NORM_OFFSET) + warp * BLOCK_INPUTS;
+        const float* from = weight + warp % BLOCKS * BLOCK_INPUTS;
+        copy16(to + lane * 4, from + lane * 4);
+        copy16(to + 128 + lane * 4, from + 128 + lane * 4);
+        return to;
     }
 
     template <class Address> DEVICE void fill(Address address) {
@@ -187,22 +198,31 @@ DEVICE void load16(float* v, const float* from) {
 // squares that it needs are left by warps 0 .. BLOCKS - 1, whose first block is their own number.
 constexpr int HIDDEN_BLOCKS = HIDDEN / BLOCK_INPUTS;
 static_assert(HIDDEN % BLOCK_INPUTS == 0 && HIDDEN_BLOCKS <= WARPS, "the norm needs a warp per block");
-DEVICE void load_normed(Fixed& x, int block, int lane, int warp, const float* h, const float* weight, float* squares) {
+template <class T> DEVICE void load_normed(const T&, Fixed& x, int block, int lane, int warp, const float* h, const float* fetched, const float* weight,
+                        float* squares) {
     float v[16];
     load16(v, h + lane_start(block, lane));
+    const float4* w;
+    if (WARPS % HIDDEN_BLOCKS == 0 || warp % HIDDEN_BLOCKS == block) {
+        // The first group of copies holds them. A warp reads no other's.
+        copy_wait<T::SLOTS_FILLED - 1>();
+        __syncwarp();
+        w = (const float4*)(fetched + lane_start(0, lane));
+    } else {
+        w = (const float4*)(weight + lane_start(block, lane));
+    }
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; i++) sum += v[i] * v[i];
-    // High and low lanes hold the same values.
-    sum = sum_lanes<32>(sum) * 0.5f;
-    if (warp == block && lane == 0) squares[warp] = sum;
-    const float4* w = (const float4*)(weight + lane_start(block, lane));
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float4 q = __ldg(w + i);
+        const float4 q = w[i];
         v[4 * i] *= q.x, v[4 * i + 1] *= q.y, v[4 * i + 2] *= q.z, v[4 * i + 3] *= q.w;
     }
     make_fixed(x, v, lane);
+    // High and low lanes hold the same values.
+    sum = sum_lanes<32>(sum) * 0.5f;
+    if (warp == block && lane == 0) squares[warp] = sum;
 }
 DEVICE float norm_scale(const float* squares) {
     float sum = 0.0f;
@@ -220,16 +240,30 @@ KERNEL(THREADS, 2) norm_project(const char* weights, int tiles, const float* h, 
     T t(dynamic_shared, tiles);
     auto address = [&](int tile, int block) { return weights + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK4; };
     launch_dependents();
+    const float* fetched = t.fetch_norm(dynamic_shared, norm);
     t.fill(address);
     wait_for_inputs();
     t.run(
         shared, address,
-        [&](Fixed& x, int block) { load_normed(x, block, t.lane, t.warp, h, norm, shared.squares); },
+        [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
         [&](int tile, int lane, float sum) {
             sum *= norm_scale(shared.squares);
             if (lane < 16) out[tile * 16 + lane] = sum;
         });
 }
+
+// The stream's values of a warp's first tile, fetched while the linear is computed.
+struct Residual {
+    float old;
+    int tile;
+    template <class T> DEVICE Residual(const T& t, const float* h) {
+        tile = t.warp < t.count ? T::tile_of(t.warp) : -1;
+        old = tile >= 0 ? load_cg(h + tile * 16 + (t.lane & 15)) : 0.0f;
+    }
+    DEVICE void add(float* h, int at_tile, int lane, float sum) const {
+        if (lane < 16) h[at_tile * 16 + lane] = (at_tile == tile ? old : h[at_tile * 16 + lane]) + sum;
+    }
+};
 
 // ---- Output projection of a delta layer, added to h. x [VALUE_WIDTH] lacks the scale of the gated norm, which follows from the
 // sums of squares [value head, 4].
@@ -242,6 +276,7 @@ KERNEL(THREADS, 2) delta_output(const char* weights, const float* x_in, const fl
     launch_dependents();
     t.fill(address);
     wait_for_inputs();
+    const Residual residual(t, h);
     t.run(
         shared, address,
         [&](Fixed& x, int block) {
@@ -253,9 +288,7 @@ KERNEL(THREADS, 2) delta_output(const char* weights, const float* x_in, const fl
             for (int i = 0; i < 16; i++) v[i] *= scale;
             make_fixed(x, v, t.lane);
         },
-        [&](int tile, int lane, float sum) {
-            if (lane < 16) h[tile * 16 + lane] += sum;
-        });
+        [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum); });
 }
 
 // ---- Output projection of an attention layer, added to h. x [QUERY_WIDTH].
@@ -268,6 +301,7 @@ KERNEL(THREADS, 2) attention_output(const char* weights, const float* x_in, floa
     launch_dependents();
     t.fill(address);
     wait_for_inputs();
+    const Residual residual(t, h);
     t.run(
         shared, address,
         [&](Fixed& x, int block) {
@@ -275,9 +309,7 @@ KERNEL(THREADS, 2) attention_output(const char* weights, const float* x_in, floa
             load16(v, x_in + lane_start(block, t.lane));
             make_fixed(x, v, t.lane);
         },
-        [&](int tile, int lane, float sum) {
-            if (lane < 16) h[tile * 16 + lane] += sum;
-        });
+        [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum); });
 }
 
 // ---- Norm, router and shared gate [ROUTER_TILES tiles, 8 bits], and gate and up of the shared expert. The first ROUTER_TILES
@@ -298,11 +330,12 @@ route_and_share(const char* router, const char* shared_up, const float* h, const
         t.count = 1;
         auto address = [&](int tile, int block) { return router + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK8; };
         launch_dependents();
+        const float* fetched = t.fetch_norm(dynamic_shared, norm);
         t.fill(address);
         wait_for_inputs();
         t.run(
             shared, address,
-            [&](Fixed& x, int block) { load_normed(x, block, t.lane, t.warp, h, norm, shared.squares); },
+            [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
             [&](int tile, int lane, float sum) {
                 sum *= norm_scale(shared.squares);
                 if (lane < 16) logits[tile * 16 + lane] = sum;
@@ -316,11 +349,12 @@ route_and_share(const char* router, const char* shared_up, const float* h, const
             return shared_up + ((u64)(tile - ROUTER_TILES) * HIDDEN_BLOCKS + block) * BLOCK4;
         };
         launch_dependents();
+        const float* fetched = t.fetch_norm(dynamic_shared, norm);
         t.fill(address);
         wait_for_inputs();
         t.run(
             shared, address,
-            [&](Fixed& x, int block) { load_normed(x, block, t.lane, t.warp, h, norm, shared.squares); },
+            [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
             [&](int tile, int lane, float sum) {
                 sum *= norm_scale(shared.squares);
                 const float up = __shfl_down_sync(FULL, sum, 8);
@@ -337,6 +371,7 @@ experts_up(const char* weights, const float* logits, const float* h, const float
     __shared__ T::Shared shared;
     __shared__ u32 ids[TOP_K];
     T t(dynamic_shared, TOP_K * EXPERT_TILES);
+    const float* fetched = t.fetch_norm(dynamic_shared, norm);
     wait_for_inputs();
     // Only now: so the next kernel may use what the kernels before this one wrote before it waits itself.
     launch_dependents();
@@ -352,7 +387,7 @@ experts_up(const char* weights, const float* logits, const float* h, const float
     t.fill(address);
     t.run(
         shared, address,
-        [&](Fixed& x, int block) { load_normed(x, block, t.lane, t.warp, h, norm, shared.squares); },
+        [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
         [&](int tile, int lane, float sum) {
             sum *= norm_scale(shared.squares);
             const float up = __shfl_down_sync(FULL, sum, 8);
@@ -390,6 +425,7 @@ experts_down(const char* experts, const char* shared_down, const float* logits, 
     };
     t.fill(address);
     wait_for_inputs();
+    const Residual residual(t, h);
     t.run(
         shared, address,
         [&](Fixed& x, int block) {
@@ -401,9 +437,7 @@ experts_down(const char* experts, const char* shared_down, const float* logits, 
             x.scale *= weight;
             x.sum *= weight;
         },
-        [&](int tile, int lane, float sum) {
-            if (lane < 16) h[tile * 16 + lane] += sum;
-        });
+        [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum); });
 }
 
 // ---- Final norm and head; of every CTA also its highest logit below the limit.
@@ -423,13 +457,14 @@ head(const char* weights, const Run* run, const float* h, const float* norm, flo
     T t(dynamic_shared, VOCAB_TILES);
     auto address = [&](int tile, int block) { return weights + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK4; };
     launch_dependents();
+    const float* fetched = t.fetch_norm(dynamic_shared, norm);
     t.fill(address);
     const u32 limit = min(run->vocab_limit, (u32)VOCAB);
     wait_for_inputs();
     Best own{LOWEST, 0xffffffffu, 0, 0};
     t.run(
         shared, address,
-        [&](Fixed& x, int block) { load_normed(x, block, t.lane, t.warp, h, norm, shared.squares); },
+        [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
         [&](int tile, int lane, float sum) {
             sum *= norm_scale(shared.squares);
             const u32 id = tile * 16 + lane;

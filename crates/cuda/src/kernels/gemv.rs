@@ -2,7 +2,7 @@
 
 use lily_backend::Result;
 
-use super::{BLOCK4_BYTES, Kernels, Pass, Sizes, TILE_ROWS, arguments};
+use super::{BLOCK_INPUTS, BLOCK4_BYTES, Kernels, Pass, Sizes, TILE_ROWS, arguments};
 use crate::device::Pointer;
 
 const WARPS: usize = 16;
@@ -10,9 +10,10 @@ const THREADS: usize = 32 * WARPS;
 /// Blocks that a warp has on the way. More let the streams of neighbouring kernels push each other out: two CTAs must fit.
 const SLOTS: usize = 2;
 
-/// Dynamic shared memory of these kernels; a slot of an 8-bit block is smaller than two of 4-bit ones.
+/// Dynamic shared memory of these kernels: slots, of which one of an 8-bit block is smaller than two of 4-bit ones, and each
+/// warp's part of a norm's weights.
 pub(super) fn shared(_: &Sizes) -> usize {
-    WARPS * SLOTS * BLOCK4_BYTES
+    WARPS * (SLOTS * BLOCK4_BYTES + 4 * BLOCK_INPUTS)
 }
 
 /// Tiles over the processors.
