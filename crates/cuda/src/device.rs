@@ -427,6 +427,9 @@ impl Module {
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         driver!(cuFuncSetAttribute(function, attribute, shared as i32))
             .map_err(|e| unavailable(format!("{name} needs {shared} bytes of shared memory: {e}")))?;
+        // All memory that may be shared is: kernels that want another split cannot run beside each other.
+        let split = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        driver!(cuFuncSetAttribute(function, split, 100))?;
         Ok(Function(function, name))
     }
 }

@@ -21,6 +21,8 @@ mod device;
 mod forward;
 #[expect(unsafe_code, reason = "one struct is handed to the device as bytes, with its SAFETY note")]
 mod kernels;
+#[cfg(test)]
+mod phases;
 mod plan;
 mod state;
 mod step;

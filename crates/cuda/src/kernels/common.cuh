@@ -23,8 +23,9 @@ constexpr u32 FULL = 0xffffffffu;         // all lanes of a warp
 //
 // 4 bits: 4 groups x 32 lanes x 16 bytes of codes, then 32 lanes x 2 words (scale low, bias high, both BF16).
 // 8 bits: 8 half groups x 32 lanes x 16 bytes, then the same 256 bytes.
-// Lane 4g + t holds rows g and g + 8 and, of each group, inputs 16t .. 16t + 15, in the order in which
-// mma.m16n8k32 takes its A operand; its scale words are those of group t.
+// Lane 4g + t holds rows g and g + 8 and, of every 16 inputs, 4t .. 4t + 3, in the order in which mma.m16n8k32 takes its A
+// operand: word 2m + r of a group has row g + 8r, inputs 32m + 4t .. in its low nibbles (8 bits: its own bytes) and those 16
+// further on in the high ones. Its scale words are those of group t.
 constexpr int BLOCK_ROWS = 16;
 constexpr int BLOCK_INPUTS = 256;
 constexpr int BLOCK4 = 2304;

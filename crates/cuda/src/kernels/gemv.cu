@@ -16,7 +16,7 @@ struct Fixed {
     float scale, sum;
 };
 
-// From 16 consecutive values per lane: lane 4g + t has inputs 16t .. of group g / 2, for high bytes if g is even.
+// From 16 values per lane: lane 4g + t has inputs 4t .. 4t + 3 of every sixteen of group g / 2, for high bytes if g is even.
 DEVICE void make_fixed(Fixed& x, const float* v, int lane) {
     float largest = 0.0f;
 #pragma unroll
@@ -133,12 +133,13 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
         copy_commit();
     }
 
-    // Fetches the norm's weights of the warp's first block, with what is filled first.
+    // Fetches the norm's weights of the warp's first block, before the slots are filled.
     DEVICE float* fetch_norm(char* shared, const float* weight) {
         float* to = (float*)(shared + NORM_OFFSET) + warp * BLOCK_INPUTS;
         const float* from = weight + warp % BLOCKS * BLOCK_INPUTS;
         copy16(to + lane * 4, from + lane * 4);
         copy16(to + 128 + lane * 4, from + 128 + lane * 4);
+        copy_commit();
         return to;
     }
 
@@ -183,13 +184,13 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
     }
 };
 
-// Where a lane's 16 values of a block begin.
-DEVICE int lane_start(int block, int lane) { return block * BLOCK_INPUTS + (lane >> 3) * GROUP + (lane & 3) * 16; }
+// Where a lane's 16 values of a block begin: 4 of every 16.
+DEVICE int lane_start(int block, int lane) { return block * BLOCK_INPUTS + (lane >> 3) * GROUP + (lane & 3) * 4; }
 
 DEVICE void load16(float* v, const float* from) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float4 q = load_cg((const float4*)from + i);
+        const float4 q = load_cg((const float4*)from + 4 * i);
         v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
     }
 }
@@ -204,8 +205,8 @@ template <class T> DEVICE void load_normed(const T&, Fixed& x, int block, int la
     load16(v, h + lane_start(block, lane));
     const float4* w;
     if (WARPS % HIDDEN_BLOCKS == 0 || warp % HIDDEN_BLOCKS == block) {
-        // The first group of copies holds them. A warp reads no other's.
-        copy_wait<T::SLOTS_FILLED - 1>();
+        // The first group of copies holds them, so weights may still be on their way. A warp reads no other's.
+        copy_wait<T::SLOTS_FILLED>();
         __syncwarp();
         w = (const float4*)(fetched + lane_start(0, lane));
     } else {
@@ -216,7 +217,7 @@ template <class T> DEVICE void load_normed(const T&, Fixed& x, int block, int la
     for (int i = 0; i < 16; i++) sum += v[i] * v[i];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float4 q = w[i];
+        const float4 q = w[4 * i];
         v[4 * i] *= q.x, v[4 * i + 1] *= q.y, v[4 * i + 2] *= q.z, v[4 * i + 3] *= q.w;
     }
     make_fixed(x, v, lane);

@@ -20,7 +20,8 @@ DEVICE void store_fixed(const FixedRows& out, u64 row, int k, float4 v) {
                 w = v.w * inverse + ROUNDER;
     const float sum = sum_lanes<16>((x - ROUNDER) + (y - ROUNDER) + (z - ROUNDER) + (w - ROUNDER));
     const u32 a = __float_as_uint(x), b = __float_as_uint(y), c = __float_as_uint(z), d = __float_as_uint(w);
-    const u64 at = row * out.width + k;
+    // Within a group the four inputs 16i + 4t .. come at byte 16t + 4i, so that a lane of mma finds its bytes together.
+    const u64 at = row * out.width + k / GROUP * GROUP + k / 4 % 4 * 16 + k / 16 % 4 * 4;
     *(u32*)(out.high + at) = fixed_bytes<true>(a, b, c, d);
     *(u32*)(out.low + at) = fixed_bytes<false>(a, b, c, d);
     if (k % GROUP == 0) {

@@ -31,16 +31,16 @@ template <int BITS> DEVICE void repack(Source first, Source second, int paired, 
                 value = source.scales[i] | (u32)source.biases[i] << 16;
             }
         } else if (BITS == 4) {
-            const int k = block * BLOCK_INPUTS + word / 128 * GROUP + 16 * t + 8 * (word >> 1 & 1);
+            const int k = block * BLOCK_INPUTS + word / 128 * GROUP + 32 * (word >> 1 & 1) + 4 * t;
             if (row < rows && k < inputs) {
-                const u32 codes = *(const u32*)(source.codes + ((u64)row * inputs + k) / 2);
+                const u8* codes = source.codes + ((u64)row * inputs + k) / 2;
+                const u32 low = *(const u16*)codes, high = *(const u16*)(codes + 8);
 #pragma unroll
-                for (int n = 0; n < 4; n++)
-                    value |= (codes >> 4 * n & 15) << 8 * n | (codes >> 4 * (n + 4) & 15) << (8 * n + 4);
+                for (int n = 0; n < 4; n++) value |= (low >> 4 * n & 15) << 8 * n | (high >> 4 * n & 15) << (8 * n + 4);
             }
         } else {
             const int half = word / 128;
-            const int k = block * BLOCK_INPUTS + half / 2 * GROUP + 16 * t + 8 * (half & 1) + 4 * (word >> 1 & 1);
+            const int k = block * BLOCK_INPUTS + half / 2 * GROUP + 32 * (half & 1) + 16 * (word >> 1 & 1) + 4 * t;
             if (row < rows && k < inputs) value = *(const u32*)(source.codes + (u64)row * inputs + k);
         }
         out[at] = value;
