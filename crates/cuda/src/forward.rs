@@ -99,7 +99,7 @@ impl Forward<'_> {
         let LayerMixer::Delta { project, vectors, out } = &layer.mixer else { return Ok(()) };
         let (pass, k, s, sizes) = (&self.pass, self.kernels, self.scratch, &self.kernels.sizes);
         let at = (s.run, index, tokens);
-        let prepared = (s.convolved, s.gates, s.products);
+        let prepared = (s.convolved, s.gates);
         self.project(layer, *project, sizes.projected_delta, tokens)?;
         k.delta_prepare(pass, at, s.projected, vectors, prepared)?;
         k.delta_history(pass, at, s.projected)?;

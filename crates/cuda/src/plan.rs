@@ -486,8 +486,6 @@ scratch! {
     convolved: |s: S<'_>, tokens, _| 4 * tokens * s.conv_width;
     /// Decay and beta `[tokens, value heads, 2]`.
     gates: |s: S<'_>, tokens, _| 8 * tokens * s.value_heads;
-    /// Products of key and query `[tokens, key heads]`.
-    products: |s: S<'_>, tokens, _| 4 * tokens * s.key_heads;
     /// BF16 queries in two halves.
     queries: |s: S<'_>, tokens, _| 4 * tokens * s.query_width;
     /// Chosen experts `[tokens, top k]`.

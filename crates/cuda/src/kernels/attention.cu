@@ -176,7 +176,8 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
         copy_wait<1>();
         __syncwarp();
         // Tokens g and g + 8, for heads 2t and 2t + 1.
-        float s[4] = {};
+        // Two sums side by side, because one would wait for itself at every step.
+        float parts_of_s[2][4] = {};
 #pragma unroll 4
         for (int step = 0; step < HEAD / 16; step++) {
             u32 a[4], b[4];
@@ -185,9 +186,12 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
             load_matrices(a, &shared.keys[warp][row][piece ^ (row & 7)]);
             // Matrices: inputs 0-7 and 8-15 of the rounded queries, then of what rounding left.
             load_matrices(b, &queries[lane >> 4][lane & 7][(step * 2 + (lane >> 3 & 1)) ^ (lane & 7)]);
-            mma_bf16(s, a, b[0], b[1]);
-            mma_bf16(s, a, b[2], b[3]);
+            mma_bf16(parts_of_s[0], a, b[0], b[1]);
+            mma_bf16(parts_of_s[1], a, b[2], b[3]);
         }
+        float s[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[i] = parts_of_s[0][i] + parts_of_s[1][i];
         __syncwarp();
         load(shared.keys[warp], keys, tile + ATTEND_WARPS, end);
         if (start + tile * ATTEND_TILE + g >= end) s[0] = s[1] = -INFINITY;

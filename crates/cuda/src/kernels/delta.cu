@@ -102,54 +102,49 @@ delta_step(const Run* run, int layer, const float* projected, const float4* taps
     }
 }
 
-// ---- Many tokens, before the recurrence. Grid [tokens, KEY_HEADS + VALUE_HEADS], 256 threads.
+// ---- Many tokens, before the recurrence. Grid [tokens / PREPARED, KEY_HEADS + VALUE_HEADS / 2], 256 threads: a key head's q and
+// k, or two value heads; PREPARED tokens one after the other, the convolution's window in registers.
 // In: projected [tokens, PROJ_DELTA]. Out: mixed [tokens, CONV_WIDTH] (q and k scaled), gates [tokens, VALUE_HEADS] of decay and
-// beta, products [tokens, KEY_HEADS] = k . q.
+// beta.
+constexpr int PREPARED = 8;
 KERNEL(256, 4)
 delta_prepare(const Run* run, int layer, const float* projected, const float4* taps, const float* rates,
-              const float* dt_bias, float* mixed, float2* gates, float* products) {
-    __shared__ float sums[8], qs[DELTA_HEAD], crossed[4];
-    const int token = blockIdx.x, head = blockIdx.y, tid = threadIdx.x, lane = tid & 31;
-    const bool is_key = head < KEY_HEADS;
-    const int value_head = head - KEY_HEADS;
-    if (!is_key && tid >= DELTA_HEAD) {
-        if (tid == DELTA_HEAD) {
-            const float* row = projected + (u64)token * PROJ_DELTA;
+              const float* dt_bias, int tokens, float* mixed, float2* gates) {
+    __shared__ float sums[2][8];
+    const int first = blockIdx.x * PREPARED, last = min(first + PREPARED, tokens), tid = threadIdx.x, lane = tid & 31;
+    const bool is_key = blockIdx.y < KEY_HEADS;
+    const int value_head = 2 * (blockIdx.y - KEY_HEADS) + tid / DELTA_HEAD;
+    if (!is_key && value_head >= VALUE_HEADS) return;
+    const int channel = is_key ? (tid >= DELTA_HEAD ? KEY_WIDTH : 0) + blockIdx.y * DELTA_HEAD + tid % DELTA_HEAD
+                               : 2 * KEY_WIDTH + value_head * DELTA_HEAD + tid % DELTA_HEAD;
+    float u[4];
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        const int at = first - 3 + i;
+        u[i + 1] = at >= 0 ? projected[(u64)at * PROJ_DELTA + channel]
+                           : history_slot(run->conv, layer, run->position + 4 + at)[channel];
+    }
+    const float4 tap = taps[channel];
+    for (int token = first; token < last; token++) {
+        const float* row = projected + (u64)token * PROJ_DELTA;
+        u[0] = u[1], u[1] = u[2], u[2] = u[3], u[3] = row[channel];
+        float y = convolve(u[0], u[1], u[2], u[3], tap);
+        if (is_key) {
+            // Two sets of sums in turn: a thread may be a token ahead of another.
+            const int turn = token & 1;
+            const float sum = sum_lanes<32>(y * y);
+            if (lane == 0) sums[turn][tid >> 5] = sum;
+            __syncthreads();
+            const float* own = sums[turn] + (tid >= DELTA_HEAD ? 4 : 0);
+            y *= inverse_root(own[0] + own[1] + own[2] + own[3] + UNIT_EPS);
+            if (tid < DELTA_HEAD) y *= inverse_root((float)DELTA_HEAD);
+        } else if (tid % DELTA_HEAD == 0) {
             gates[token * VALUE_HEADS + value_head] =
                 make_float2(decay_of(row[PROJ_A + value_head], rates[value_head], dt_bias[value_head]),
                             sigmoid(row[PROJ_B + value_head]));
         }
-        return;
+        mixed[(u64)token * CONV_WIDTH + channel] = y;
     }
-    const int channel = is_key ? (tid >= DELTA_HEAD ? KEY_WIDTH : 0) + head * DELTA_HEAD + tid % DELTA_HEAD
-                               : 2 * KEY_WIDTH + value_head * DELTA_HEAD + tid;
-    float u[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int at = token - 3 + i;
-        u[i] = at >= 0 ? projected[(u64)at * PROJ_DELTA + channel]
-                       : history_slot(run->conv, layer, run->position + 4 + at)[channel];
-    }
-    float y = convolve(u[0], u[1], u[2], u[3], taps[channel]);
-    if (is_key) {
-        const float sum = sum_lanes<32>(y * y);
-        if (lane == 0) sums[tid >> 5] = sum;
-        __syncthreads();
-        const int first = tid >= DELTA_HEAD ? 4 : 0;
-        y *= inverse_root(sums[first] + sums[first + 1] + sums[first + 2] + sums[first + 3] + UNIT_EPS);
-        if (tid < DELTA_HEAD) {
-            y *= inverse_root((float)DELTA_HEAD);
-            qs[tid] = y;
-        }
-        __syncthreads();
-        if (tid >= DELTA_HEAD) {
-            const float product = sum_lanes<32>(y * qs[tid - DELTA_HEAD]);
-            if (lane == 0) crossed[(tid >> 5) - 4] = product;
-        }
-        __syncthreads();
-        if (tid == 0) products[token * KEY_HEADS + head] = crossed[0] + crossed[1] + crossed[2] + crossed[3];
-    }
-    mixed[(u64)token * CONV_WIDTH + channel] = y;
 }
 
 // ---- Leaves the last four inputs in the history. Grid covers CONV_WIDTH.
@@ -160,44 +155,110 @@ KERNEL(256, 4) delta_history(const Run* run, int layer, const float* projected, 
         history_slot(run->conv, layer, run->position + token)[channel] = projected[(u64)token * PROJ_DELTA + channel];
 }
 
-// ---- Many tokens through the recurrence, in order. A CTA has 32 rows of a value head's state, 8 lanes a row, in registers; the
-// tokens' vectors come through shared memory, SCAN_BATCH at a time. Out: out [tokens, VALUE_WIDTH] = o.
+// ---- Many tokens through the recurrence, four at a time, all of whose products with the old state are taken together. With P_c the
+// decay from before the four to token c and D_ic the decay after token i up to c, both products of decays:
+//   e_c = beta_c (v_c - P_c (S k_c) - sum_{i<c} D_ic e_i (k_i . k_c))
+//   o_c = P_c (S q_c) + sum_{i<=c} D_ic e_i (k_i . q_c)
+//   S   = P_3 S + sum_i D_i3 e_i k_i^T
+// A CTA has 32 rows of a value head's state, 8 lanes for two rows, in registers; the tokens' vectors come through shared memory,
+// SCAN_BATCH at a time. Tokens beyond the last have beta 0, decay 1 and whatever vectors are there.
+// Out: out [tokens, VALUE_WIDTH] = o.
 constexpr int SCAN_BATCH = 16;
+constexpr int FOUR = 4;
+constexpr int SCAN_THREADS = 128;
+constexpr int SCAN_ROWS = 2;
 struct ScanStage {
     float q[SCAN_BATCH][DELTA_HEAD];
     float k[SCAN_BATCH][DELTA_HEAD];
     float v[SCAN_BATCH][32];
     float2 gates[SCAN_BATCH];
-    float product[SCAN_BATCH];
 };
-KERNEL(256, 1)
-delta_scan(const Run* run, int layer, const float* mixed, const float2* gates, const float* products, int tokens,
-           float* out) {
+struct ScanFactors {       // of four tokens
+    float key[FOUR][FOUR];   // [i][c]: D_ic (k_i . k_c)
+    float query[FOUR][FOUR]; // [i][c]: D_ic (k_i . q_c)
+    float before[FOUR];      // P_c
+    float after[FOUR];       // D_i3
+};
+
+// Sums of 16 values over groups of LANES lanes, each left in the lane whose number, reversed, is its index.
+template <int N, int LANES, int BIT = 1> DEVICE void scatter_sums(float* v, int lane) {
+    if constexpr (BIT < LANES && N > 1) {
+        const bool upper = lane & BIT;
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            const float send = upper ? v[i] : v[i + N / 2], keep = upper ? v[i + N / 2] : v[i];
+            v[i] = keep + __shfl_xor_sync(FULL, send, BIT);
+        }
+        scatter_sums<N / 2, LANES, BIT * 2>(v, lane);
+    } else if constexpr (BIT < LANES) {
+        v[0] += __shfl_xor_sync(FULL, v[0], BIT);
+        scatter_sums<1, LANES, BIT * 2>(v, lane);
+    }
+}
+
+// Factors of four tokens by one warp, a lane per product.
+DEVICE void scan_factors(const ScanStage& stage, int four, ScanFactors& factors, int lane) {
+    float4 k[FOUR], q[FOUR];
+#pragma unroll
+    for (int c = 0; c < FOUR; c++) {
+        k[c] = *(const float4*)&stage.k[four * FOUR + c][4 * lane];
+        q[c] = *(const float4*)&stage.q[four * FOUR + c][4 * lane];
+    }
+    auto dot = [](float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; };
+    float products[2][FOUR * FOUR];
+#pragma unroll
+    for (int i = 0; i < FOUR; i++)
+#pragma unroll
+        for (int c = 0; c < FOUR; c++) {
+            products[0][i * FOUR + c] = i < c ? dot(k[i], k[c]) : 0.0f;
+            products[1][i * FOUR + c] = i <= c ? dot(k[i], q[c]) : 0.0f;
+        }
+    scatter_sums<16, 32>(products[0], lane);
+    scatter_sums<16, 32>(products[1], lane);
+    const int index = __brev(lane & 15) >> 28, i = index / FOUR, c = index % FOUR;
+    float from = 1.0f, before = 1.0f, after = 1.0f;
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) {
+        const float decay = stage.gates[four * FOUR + j].x;
+        if (j > i && j <= c) from *= decay;
+        if (j <= c) before *= decay;
+        if (j > i) after *= decay;
+    }
+    if (lane < 16) {
+        factors.key[i][c] = i < c ? from * products[0][0] : 0.0f;
+        factors.query[i][c] = i <= c ? from * products[1][0] : 0.0f;
+        if (i == 0) factors.before[c] = before;
+        if (c == 0) factors.after[i] = after;
+    }
+}
+
+KERNEL(SCAN_THREADS, 1)
+delta_scan(const Run* run, int layer, const float* mixed, const float2* gates, int tokens, float* out) {
     extern __shared__ __align__(128) char dynamic_shared[];
+    __shared__ ScanFactors all_factors[SCAN_BATCH / FOUR];
     ScanStage* stages = (ScanStage*)dynamic_shared;
     const int head = blockIdx.x >> 2, slice = blockIdx.x & 3, key_head = head / VALUES_PER_KEY;
-    const int tid = threadIdx.x, row = tid >> 3, lane8 = tid & 7;
+    const int tid = threadIdx.x, row = (tid >> 3) * SCAN_ROWS, lane8 = tid & 7, lane = tid & 31;
     float* state = run->delta + (((u64)layer * VALUE_HEADS + head) * DELTA_HEAD + slice * 32 + row) * DELTA_HEAD;
-    float4 s[4];
+    float4 s[SCAN_ROWS][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) s[i] = ((const float4*)state)[8 * i + lane8];
+    for (int r = 0; r < SCAN_ROWS; r++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[r][i] = ((const float4*)(state + r * DELTA_HEAD))[8 * i + lane8];
 
     auto load = [&](int first, ScanStage& stage) {
-        const int count = min(SCAN_BATCH, tokens - first);
-        for (int i = tid; i < SCAN_BATCH * 32; i += 256) {
+        // Tokens beyond the last repeat it, so that no number is undefined.
+        for (int i = tid; i < SCAN_BATCH * 32; i += SCAN_THREADS) {
             const int token = i >> 5, part = i & 31;
-            if (token >= count) continue;
-            const float* from = mixed + (u64)(first + token) * CONV_WIDTH + key_head * DELTA_HEAD + part * 4;
+            const float* from =
+                mixed + (u64)min(first + token, tokens - 1) * CONV_WIDTH + key_head * DELTA_HEAD + part * 4;
             copy16(&stage.q[token][part * 4], from);
             copy16(&stage.k[token][part * 4], from + KEY_WIDTH);
         }
-        if (tid < SCAN_BATCH * 8 && tid / 8 < count)
-            copy16(&stage.v[tid / 8][tid % 8 * 4], mixed + (u64)(first + tid / 8) * CONV_WIDTH + 2 * KEY_WIDTH +
-                                                       head * DELTA_HEAD + slice * 32 + tid % 8 * 4);
-        if (tid >= 128 && tid < 128 + count) {
-            stage.gates[tid - 128] = gates[(first + tid - 128) * VALUE_HEADS + head];
-            stage.product[tid - 128] = products[(first + tid - 128) * KEY_HEADS + key_head];
-        }
+        copy16(&stage.v[tid / 8][tid % 8 * 4], mixed + (u64)min(first + tid / 8, tokens - 1) * CONV_WIDTH + 2 * KEY_WIDTH +
+                                                   head * DELTA_HEAD + slice * 32 + tid % 8 * 4);
+        if (tid < SCAN_BATCH)
+            stage.gates[tid] = first + tid < tokens ? gates[(first + tid) * VALUE_HEADS + head] : make_float2(1.0f, 0.0f);
         copy_commit();
     };
     load(0, stages[0]);
@@ -207,31 +268,74 @@ delta_scan(const Run* run, int layer, const float* mixed, const float2* gates, c
         copy_wait<1>();
         __syncthreads();
         const ScanStage& stage = stages[turn];
-        const int count = min(SCAN_BATCH, tokens - first);
-        for (int token = 0; token < count; token++) {
-            float4 k[4];
-            float sk = 0.0f, sq = 0.0f;
+        scan_factors(stage, tid >> 5, all_factors[tid >> 5], lane);
+        __syncthreads();
+        for (int four = 0; four < SCAN_BATCH / FOUR && first + four * FOUR < tokens; four++) {
+            const ScanFactors& f = all_factors[four];
+            const int token = four * FOUR;
+            float4 k[FOUR][4];
+            // [row][token][S k, S q]: the first two levels of the sum choose row and token.
+            float dots[SCAN_ROWS * FOUR * 2];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                k[i] = *(const float4*)&stage.k[token][32 * i + 4 * lane8];
-                const float4 q = *(const float4*)&stage.q[token][32 * i + 4 * lane8];
-                sk += s[i].x * k[i].x + s[i].y * k[i].y + s[i].z * k[i].z + s[i].w * k[i].w;
-                sq += s[i].x * q.x + s[i].y * q.y + s[i].z * q.z + s[i].w * q.w;
+            for (int c = 0; c < FOUR; c++) {
+                float sk[SCAN_ROWS] = {}, sq[SCAN_ROWS] = {};
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    k[c][i] = *(const float4*)&stage.k[token + c][32 * i + 4 * lane8];
+                    const float4 q = *(const float4*)&stage.q[token + c][32 * i + 4 * lane8];
+#pragma unroll
+                    for (int r = 0; r < SCAN_ROWS; r++) {
+                        sk[r] += s[r][i].x * k[c][i].x + s[r][i].y * k[c][i].y + s[r][i].z * k[c][i].z + s[r][i].w * k[c][i].w;
+                        sq[r] += s[r][i].x * q.x + s[r][i].y * q.y + s[r][i].z * q.z + s[r][i].w * q.w;
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < SCAN_ROWS; r++) {
+                    dots[(r * FOUR + c) * 2] = sk[r];
+                    dots[(r * FOUR + c) * 2 + 1] = sq[r];
+                }
             }
-            sk = sum_lanes<8>(sk), sq = sum_lanes<8>(sq);
-            const float decay = stage.gates[token].x;
-            const float e = stage.gates[token].y * (stage.v[token][row] - decay * sk);
-            if (lane8 == 0)
-                out[(u64)(first + token) * VALUE_WIDTH + head * DELTA_HEAD + slice * 32 + row] =
-                    decay * sq + e * stage.product[token];
+            scatter_sums<16, 8>(dots, lane);
+            // This lane has row `own_row`, token `own`.
+            const int own_index = __brev(lane8) >> 29, own_row = own_index / FOUR, own = own_index % FOUR;
+            float e[SCAN_ROWS][FOUR];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                s[i].x = decay * s[i].x + e * k[i].x, s[i].y = decay * s[i].y + e * k[i].y;
-                s[i].z = decay * s[i].z + e * k[i].z, s[i].w = decay * s[i].w + e * k[i].w;
+            for (int r = 0; r < SCAN_ROWS; r++)
+#pragma unroll
+                for (int c = 0; c < FOUR; c++) {
+                    const int holder = __brev(r * FOUR + c) >> 29;
+                    float sum = f.before[c] * __shfl_sync(FULL, dots[0], lane & 24 | holder);
+#pragma unroll
+                    for (int i = 0; i < c; i++) sum += f.key[i][c] * e[r][i];
+                    e[r][c] = stage.gates[token + c].y * (stage.v[token + c][row + r] - sum);
+                }
+            float o = f.before[own] * dots[1];
+#pragma unroll
+            for (int i = 0; i < FOUR; i++) o += f.query[i][own] * (own_row ? e[1][i] : e[0][i]);
+            if (first + token + own < tokens)
+                out[(u64)(first + token + own) * VALUE_WIDTH + head * DELTA_HEAD + slice * 32 + row + own_row] = o;
+            const float decay = f.before[FOUR - 1];
+#pragma unroll
+            for (int r = 0; r < SCAN_ROWS; r++) {
+#pragma unroll
+                for (int c = 0; c < FOUR; c++) e[r][c] *= f.after[c];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float4 sum = s[r][i];
+                    sum.x *= decay, sum.y *= decay, sum.z *= decay, sum.w *= decay;
+#pragma unroll
+                    for (int c = 0; c < FOUR; c++) {
+                        sum.x += e[r][c] * k[c][i].x, sum.y += e[r][c] * k[c][i].y;
+                        sum.z += e[r][c] * k[c][i].z, sum.w += e[r][c] * k[c][i].w;
+                    }
+                    s[r][i] = sum;
+                }
             }
         }
         __syncthreads();
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) ((float4*)state)[8 * i + lane8] = s[i];
+    for (int r = 0; r < SCAN_ROWS; r++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) ((float4*)(state + r * DELTA_HEAD))[8 * i + lane8] = s[r][i];
 }

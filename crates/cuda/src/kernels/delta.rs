@@ -9,10 +9,12 @@ use crate::device::Pointer;
 const SLICES: usize = 4;
 /// Tokens of [`Kernels::delta_scan`] in shared memory at a time; two such batches.
 const SCAN_BATCH: usize = 16;
+/// Tokens that a CTA of [`Kernels::delta_prepare`] takes.
+const PREPARED: usize = 8;
 
-/// Two batches of queries, keys, 32 values, decay and beta, and a product.
+/// Two batches of queries, keys, 32 values, decay and beta.
 pub(super) fn shared_of_scan(_: &Sizes) -> usize {
-    2 * SCAN_BATCH * 4 * (128 + 128 + 32 + 2 + 1)
+    2 * SCAN_BATCH * 4 * (128 + 128 + 32 + 2)
 }
 
 /// Small vectors of a delta layer.
@@ -44,17 +46,18 @@ impl Kernels {
         pass.launch(self.delta_step, grid, 512, arguments)
     }
 
-    /// Many tokens before the recurrence: `projected` to `mixed`, `gates` and `products`.
+    /// Many tokens before the recurrence: `projected` to `mixed` and `gates`.
     pub(crate) fn delta_prepare(
         &self,
         pass: &Pass<'_>,
         (run, layer, tokens): (Pointer, usize, usize),
         projected: Pointer,
         v: &DeltaVectors,
-        (mixed, gates, products): (Pointer, Pointer, Pointer),
+        (mixed, gates): (Pointer, Pointer),
     ) -> Result<()> {
-        let (layer, grid) = (layer as i32, (tokens, self.sizes.key_heads + self.sizes.value_heads));
-        let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, mixed, gates, products];
+        let heads = self.sizes.key_heads + self.sizes.value_heads.div_ceil(2);
+        let (layer, grid, tokens) = (layer as i32, (tokens.div_ceil(PREPARED), heads), tokens as i32);
+        let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, tokens, mixed, gates];
         pass.launch(self.delta_prepare, grid, 256, arguments)
     }
 
@@ -74,11 +77,11 @@ impl Kernels {
         &self,
         pass: &Pass<'_>,
         (run, layer, tokens): (Pointer, usize, usize),
-        (mixed, gates, products): (Pointer, Pointer, Pointer),
+        (mixed, gates): (Pointer, Pointer),
         out: Pointer,
     ) -> Result<()> {
         let (layer, tokens, grid) = (layer as i32, tokens as i32, (self.sizes.value_heads * SLICES, 1));
-        let arguments = arguments![run, layer, mixed, gates, products, tokens, out];
-        pass.launch(self.delta_scan, grid, 256, arguments)
+        let arguments = arguments![run, layer, mixed, gates, tokens, out];
+        pass.launch(self.delta_scan, grid, 128, arguments)
     }
 }
