@@ -1,7 +1,8 @@
 // Linears of many tokens on integer tensor cores: weights are the A operand, straight from their blocks into registers; tokens
-// are the B operand, in fixed point through shared memory. A warp has TILES tiles of 16 rows, a CTA of 8 warps shares up to
+// are the B operand, in fixed point through shared memory. A warp has a tile of 16 rows, a CTA of 8 warps shares up to
 // 8 * COLUMNS tokens. Sums of a group are exact; they are scaled and added up in f32 in the order of the inputs.
-// Bytes moved: weights once per 8 * COLUMNS tokens, fixed-point inputs once per 8 * TILES * 16 rows.
+// Bytes moved: weights once per 8 * COLUMNS tokens, fixed-point inputs once per 128 rows.
+// Two CTAs per processor: the chains of instructions are long, and fewer warps wait for them most of the time.
 // Reference: lily_reference::ops::{linear, expert_linear, swiglu}.
 
 constexpr int GEMM_WARPS = 8;
@@ -32,8 +33,8 @@ template <int COLUMNS> struct GemmStage {
 
 enum Finish { STORE, ADD, SWIGLU };
 
-template <int BITS, int TILES, int COLUMNS, Finish FINISH> DEVICE void gemm(const Gemm& p) {
-    constexpr int TOKENS = 8 * COLUMNS, BYTES = BITS == 4 ? BLOCK4 : BLOCK8, PIECES4 = BITS == 4 ? 4 : 8;
+template <int BITS, int COLUMNS, Finish FINISH> DEVICE void gemm(const Gemm& p) {
+    constexpr int TOKENS = 8 * COLUMNS, BYTES = BITS == 4 ? BLOCK4 : BLOCK8, PIECES = BITS == 4 ? 4 : 8;
     extern __shared__ __align__(128) char dynamic_shared[];
     typedef GemmStage<COLUMNS> Stage;
     Stage* stages = (Stage*)dynamic_shared;
@@ -78,99 +79,86 @@ template <int BITS, int TILES, int COLUMNS, Finish FINISH> DEVICE void gemm(cons
     load_x(0);
     load_x(1);
 
-    const int first_tile = (blockIdx.x * GEMM_WARPS + warp) * TILES;
-    const char* weights[TILES];
-#pragma unroll
-    for (int m = 0; m < TILES; m++)
-        weights[m] = p.weights + expert * p.expert_bytes + (u64)min(first_tile + m, p.tiles - 1) * p.blocks * BYTES;
-    uint4 a[TILES][PIECES4];
-    uint2 s[TILES];
+    const int tile = blockIdx.x * GEMM_WARPS + warp;
+    const char* weights = p.weights + expert * p.expert_bytes + (u64)min(tile, p.tiles - 1) * p.blocks * BYTES;
+    // Of the next block, on its way while this one is computed.
+    uint4 next_codes[PIECES];
+    uint2 next_scales;
     auto load_weights = [&](int block) {
+        const char* from = weights + (u64)block * BYTES;
 #pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            const char* from = weights[m] + (u64)block * BYTES;
-#pragma unroll
-            for (int i = 0; i < PIECES4; i++) a[m][i] = __ldg((const uint4*)(from + i * 512 + lane * 16));
-            s[m] = __ldg((const uint2*)(from + PIECES4 * 512 + lane * 8));
-        }
+        for (int i = 0; i < PIECES; i++) next_codes[i] = __ldg((const uint4*)(from + i * 512 + lane * 16));
+        next_scales = __ldg((const uint2*)(from + PIECES * 512 + lane * 8));
     };
-    float sums[TILES][COLUMNS][4] = {};
+    float sums[COLUMNS][4] = {};
     load_weights(0);
     for (int block = 0; block < p.blocks; block++) {
         copy_wait<1>();
         __syncthreads();
         const Stage& stage = stages[block & 1];
+        uint4 codes[PIECES];
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) codes[i] = next_codes[i];
+        const uint2 scales = next_scales;
+        load_weights(min(block + 1, p.blocks - 1));
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            float2 scale[TILES], bias[TILES];
-            u32 w[TILES][8];
-#pragma unroll
-            for (int m = 0; m < TILES; m++) {
-                const u32 upper = __shfl_sync(FULL, s[m].x, lane & ~3 | j), lower = __shfl_sync(FULL, s[m].y, lane & ~3 | j);
-                scale[m] = make_float2(bf16_low(upper), bf16_low(lower));
-                bias[m] = make_float2(bf16_high(upper), bf16_high(lower));
-                if (BITS == 4) {
-                    const uint4 q = a[m][j];
-                    w[m][0] = q.x & NIBBLES, w[m][1] = q.y & NIBBLES, w[m][2] = q.x >> 4 & NIBBLES, w[m][3] = q.y >> 4 & NIBBLES;
-                    w[m][4] = q.z & NIBBLES, w[m][5] = q.w & NIBBLES, w[m][6] = q.z >> 4 & NIBBLES, w[m][7] = q.w >> 4 & NIBBLES;
-                } else {
-                    const uint4 q = a[m][2 * j], r = a[m][2 * j + 1];
-                    w[m][0] = q.x, w[m][1] = q.y, w[m][2] = q.z, w[m][3] = q.w;
-                    w[m][4] = r.x, w[m][5] = r.y, w[m][6] = r.z, w[m][7] = r.w;
-                }
+            const u32 upper = __shfl_sync(FULL, scales.x, lane & ~3 | j), lower = __shfl_sync(FULL, scales.y, lane & ~3 | j);
+            u32 w[8];
+            if (BITS == 4) {
+                const uint4 q = codes[j];
+                w[0] = q.x & NIBBLES, w[1] = q.y & NIBBLES, w[2] = q.x >> 4 & NIBBLES, w[3] = q.y >> 4 & NIBBLES;
+                w[4] = q.z & NIBBLES, w[5] = q.w & NIBBLES, w[6] = q.z >> 4 & NIBBLES, w[7] = q.w >> 4 & NIBBLES;
+            } else {
+                const uint4 q = codes[2 * j % PIECES], r = codes[(2 * j + 1) % PIECES];
+                w[0] = q.x, w[1] = q.y, w[2] = q.z, w[3] = q.w;
+                w[4] = r.x, w[5] = r.y, w[6] = r.z, w[7] = r.w;
             }
 #pragma unroll
             for (int n = 0; n < COLUMNS; n++) {
                 if (n >= columns) break;
                 const uint4 high = stage.high[j][n * 8 + g][t], low = stage.low[j][n * 8 + g][t];
+                // Scale and sum of the inputs of two tokens.
                 const float4 x = *(const float4*)&stage.groups[j][n * 8 + 2 * t];
-#pragma unroll
-                for (int m = 0; m < TILES; m++) {
-                    int h[4] = {0, 0, 0, 0}, l[4] = {0, 0, 0, 0};
-                    mma_u8_s8(h, w[m][0], w[m][1], w[m][2], w[m][3], high.x, high.y);
-                    mma_u8_s8(l, w[m][0], w[m][1], w[m][2], w[m][3], low.x, low.y);
-                    mma_u8_s8(h, w[m][4], w[m][5], w[m][6], w[m][7], high.z, high.w);
-                    mma_u8_s8(l, w[m][4], w[m][5], w[m][6], w[m][7], low.z, low.w);
-                    float* y = sums[m][n];
-                    y[0] += scale[m].x * (x.x * (float)(h[0] * 256 + l[0])) + bias[m].x * x.y;
-                    y[1] += scale[m].x * (x.z * (float)(h[1] * 256 + l[1])) + bias[m].x * x.w;
-                    y[2] += scale[m].y * (x.x * (float)(h[2] * 256 + l[2])) + bias[m].y * x.y;
-                    y[3] += scale[m].y * (x.z * (float)(h[3] * 256 + l[3])) + bias[m].y * x.w;
-                }
+                int h[4] = {0, 0, 0, 0}, l[4] = {0, 0, 0, 0};
+                mma_u8_s8(h, w[0], w[1], w[2], w[3], high.x, high.y);
+                mma_u8_s8(l, w[0], w[1], w[2], w[3], low.x, low.y);
+                mma_u8_s8(h, w[4], w[5], w[6], w[7], high.z, high.w);
+                mma_u8_s8(l, w[4], w[5], w[6], w[7], low.z, low.w);
+                float* y = sums[n];
+                y[0] += bf16_low(upper) * (x.x * (float)(h[0] * 256 + l[0])) + bf16_high(upper) * x.y;
+                y[1] += bf16_low(upper) * (x.z * (float)(h[1] * 256 + l[1])) + bf16_high(upper) * x.w;
+                y[2] += bf16_low(lower) * (x.x * (float)(h[2] * 256 + l[2])) + bf16_high(lower) * x.y;
+                y[3] += bf16_low(lower) * (x.z * (float)(h[3] * 256 + l[3])) + bf16_high(lower) * x.w;
             }
-            if (j == 3 && block + 1 < p.blocks) load_weights(block + 1);
         }
         __syncthreads();
         load_x(block + 2);
     }
+    if (tile >= p.tiles) return;
 #pragma unroll
-    for (int m = 0; m < TILES; m++) {
-        const int tile = first_tile + m;
-        if (tile >= p.tiles) break;
+    for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
-        for (int n = 0; n < COLUMNS; n++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int token = n * 8 + 2 * t + i;
-                if (token >= count) continue;
-                float* to = p.out + (u64)rows[token] * p.stride;
-                const float upper = sums[m][n][i], lower = sums[m][n][i + 2];
-                if (FINISH == SWIGLU) {
-                    to[tile * 8 + g] = silu(upper) * lower;
-                } else {
-                    const int row = tile * 16 + g;
-                    if (row < p.outputs) to[row] = FINISH == ADD ? to[row] + upper : upper;
-                    if (row + 8 < p.outputs) to[row + 8] = FINISH == ADD ? to[row + 8] + lower : lower;
-                }
+        for (int i = 0; i < 2; i++) {
+            const int token = n * 8 + 2 * t + i;
+            if (token >= count) continue;
+            float* to = p.out + (u64)rows[token] * p.stride;
+            const float upper = sums[n][i], lower = sums[n][i + 2];
+            if (FINISH == SWIGLU) {
+                to[tile * 8 + g] = silu(upper) * lower;
+            } else {
+                const int row = tile * 16 + g;
+                if (row < p.outputs) to[row] = FINISH == ADD ? to[row] + upper : upper;
+                if (row + 8 < p.outputs) to[row + 8] = FINISH == ADD ? to[row + 8] + lower : lower;
             }
-    }
+        }
 }
 
-// Large: 256 rows x 64 tokens a CTA. Small: 128 rows x 16 tokens, for few tokens.
-KERNEL(256, 1) gemm_q4_store_large(Gemm p) { gemm<4, 2, 8, STORE>(p); }
-KERNEL(256, 1) gemm_q4_add_large(Gemm p) { gemm<4, 2, 8, ADD>(p); }
-KERNEL(256, 1) gemm_q4_swiglu_large(Gemm p) { gemm<4, 2, 8, SWIGLU>(p); }
-KERNEL(256, 2) gemm_q4_store_small(Gemm p) { gemm<4, 1, 2, STORE>(p); }
-KERNEL(256, 2) gemm_q4_add_small(Gemm p) { gemm<4, 1, 2, ADD>(p); }
-KERNEL(256, 2) gemm_q4_swiglu_small(Gemm p) { gemm<4, 1, 2, SWIGLU>(p); }
-KERNEL(256, 1) gemm_q8_store(Gemm p) { gemm<8, 1, 4, STORE>(p); }
+// Large: 64 tokens a CTA. Small: 16, for few tokens.
+KERNEL(256, 2) gemm_q4_store_large(Gemm p) { gemm<4, 8, STORE>(p); }
+KERNEL(256, 2) gemm_q4_add_large(Gemm p) { gemm<4, 8, ADD>(p); }
+KERNEL(256, 2) gemm_q4_swiglu_large(Gemm p) { gemm<4, 8, SWIGLU>(p); }
+KERNEL(256, 2) gemm_q4_store_small(Gemm p) { gemm<4, 2, STORE>(p); }
+KERNEL(256, 2) gemm_q4_add_small(Gemm p) { gemm<4, 2, ADD>(p); }
+KERNEL(256, 2) gemm_q4_swiglu_small(Gemm p) { gemm<4, 2, SWIGLU>(p); }
+KERNEL(256, 1) gemm_q8_store(Gemm p) { gemm<8, 4, STORE>(p); }

@@ -119,8 +119,7 @@ impl Kernels {
             (Finish::SwiGlu, true) => self.gemm_q4_swiglu_large,
             (Finish::SwiGlu, false) => self.gemm_q4_swiglu_small,
         };
-        let tiles_per_cta = if large { 2 * WARPS } else { WARPS };
-        let grid = ((gemm.tiles as usize).div_ceil(tiles_per_cta), token_tiles);
+        let grid = ((gemm.tiles as usize).div_ceil(WARPS), token_tiles);
         pass.launch(kernel, grid, 32 * WARPS, arguments![*gemm])
     }
 
