@@ -26,7 +26,11 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
         BackendName::Auto => match load_cuda(args, Arc::clone(&checkpoint)) {
             Ok(backend) => Ok(backend),
             Err(reason) => {
-                tracing::debug!(reason = format!("{reason:#}"), "no GPU");
+                match reason.downcast_ref() {
+                    Some(lily_backend::Error::Unavailable { .. }) => tracing::debug!("{reason:#}"),
+                    // There is a GPU, and what stands against it can be changed.
+                    _ => tracing::warn!("the GPU is not used: {reason:#}"),
+                }
                 load(&args.on(BackendName::Cpu), checkpoint)
             }
         },
