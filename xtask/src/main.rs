@@ -2,6 +2,7 @@
 
 mod bench_peers;
 mod check;
+mod cubins;
 mod goldens;
 mod standin;
 mod synth;
@@ -19,6 +20,8 @@ enum Command {
     BenchPeers(Box<bench_peers::Args>),
     /// Check formatting, lints, tests, documentation and links.
     Check(check::Args),
+    /// Compile the CUDA kernels for every supported GPU, for release builds to embed.
+    Cubins(cubins::Args),
     /// Make the wide checkpoint and its goldens with mlx-lm, which the ignored golden tests need.
     Goldens(goldens::Args),
     /// Write the byte-level tokenizer and chat template of the tiny checkpoint.
@@ -33,6 +36,7 @@ fn main() -> anyhow::Result<()> {
     match Command::parse() {
         Command::BenchPeers(args) => bench_peers::run(&args),
         Command::Check(args) => check::run(&args),
+        Command::Cubins(args) => cubins::run(&args),
         Command::Goldens(args) => goldens::run(&args),
         Command::Standin(args) => standin::run(&args),
         Command::Synth(args) => synth::run(&args),

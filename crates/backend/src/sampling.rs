@@ -66,6 +66,33 @@ impl SamplingParams {
         }
     }
 
+    /// Whether any step of the sampling could fail or make NaN with these, in a vocabulary of `vocab`: the field and what it is.
+    pub fn check(&self, vocab: usize) -> Result<(), String> {
+        /// Biases beyond this could turn a finite logit into an infinite one.
+        const LARGEST_BIAS: f32 = 1e30;
+        let fields = [
+            ("temperature", self.temperature, self.temperature >= 0.0),
+            ("top_p", self.top_p, self.top_p > 0.0),
+            ("min_p", self.min_p, (0.0..=1.0).contains(&self.min_p)),
+            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0.0),
+            ("presence_penalty", self.presence_penalty, self.presence_penalty.abs() <= LARGEST_BIAS),
+            ("frequency_penalty", self.frequency_penalty, self.frequency_penalty.abs() <= LARGEST_BIAS),
+        ];
+        if let Some((name, value, _)) = fields.iter().find(|(_, value, in_range)| !in_range || !value.is_finite()) {
+            return Err(format!("{name} is {value}"));
+        }
+        if self.vocab_limit == 0 {
+            return Err("vocab_limit is 0: it allows no token".into());
+        }
+        let bad = |(id, bias): &&(u32, f32)| {
+            *id as usize >= vocab || bias.is_nan() || (bias.abs() > LARGEST_BIAS && *bias != f32::NEG_INFINITY)
+        };
+        match self.logit_bias.iter().find(bad) {
+            Some((id, bias)) => Err(format!("logit bias {bias} of token {id}, in a vocabulary of {vocab}")),
+            None => Ok(()),
+        }
+    }
+
     /// The uniform number in `[0, 1)` for the token sampled for `position`: 24 bits of splitmix64 over seed and position,
     /// so that a draw depends on nothing but these two, on every device.
     pub fn uniform(seed: u64, position: usize) -> f32 {

@@ -45,6 +45,8 @@ pub enum BackendName {
     Auto,
     /// Threads of this machine's processor.
     Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
     /// The GPU of a Mac. No Mac has run it yet, so `auto` does not choose it.
     Metal,
     /// The plain f32 specification: slow, for comparison.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use lily_backend::{Backend, Input, Row, RowOutput, StageOutput, Step, Want};
 use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
+use lily_cuda::CudaBackend;
 use lily_model::{Checkpoint, Source};
 use lily_reference::{Logits, Reference};
 
@@ -22,7 +23,19 @@ pub struct Forward {
 /// Loads the chosen backend with room for the chosen context.
 pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box<dyn Backend>> {
     match args.device.backend {
-        BackendName::Auto | BackendName::Cpu => {
+        BackendName::Auto => match load_cuda(args, Arc::clone(&checkpoint)) {
+            Ok(backend) => Ok(backend),
+            Err(reason) => {
+                match reason.downcast_ref() {
+                    Some(lily_backend::Error::Unavailable { .. }) => tracing::debug!("{reason:#}"),
+                    // There is a GPU, and what stands against it can be changed.
+                    _ => tracing::warn!("the GPU is not used: {reason:#}"),
+                }
+                load(&args.on(BackendName::Cpu), checkpoint)
+            }
+        },
+        BackendName::Cuda => load_cuda(args, checkpoint),
+        BackendName::Cpu => {
             let max_context = context(args, &checkpoint)?;
             let options = LoadOptions {
                 threads: args.device.threads,
@@ -48,6 +61,18 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
                 .into())
         }
     }
+}
+
+/// Loads the weights onto the GPU. Its cache is BF16, so one that is asked to be exact is none of its.
+fn load_cuda(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box<dyn Backend>> {
+    if args.device.kv == KvType::F32 {
+        return Err(Usage("--kv f32: the CUDA backend keeps keys and values in BF16; use --backend cpu".into()).into());
+    }
+    if args.ctx.is_some() {
+        context(args, &checkpoint)?;
+    }
+    let options = lily_cuda::LoadOptions { max_context: args.ctx, max_chunk: None };
+    Ok(Box::new(CudaBackend::load(checkpoint, &options)?))
 }
 
 /// One forward pass over `ids` from an empty state.
@@ -101,12 +126,11 @@ fn reference_forward(checkpoint: &Checkpoint, ids: &[u32], trace: bool) -> Forwa
 
 /// What each device says of itself for this checkpoint: its name with the kernel path, or why it cannot run it.
 pub fn probe(args: &ModelArgs, checkpoint: &Arc<Checkpoint>) -> Vec<String> {
-    let cpu = args.on(BackendName::Cpu);
     let describe = |device: ModelArgs| match load(&device, Arc::clone(checkpoint)) {
         Ok(backend) => backend.caps().name.clone(),
         Err(error) => format!("{error:#}"),
     };
-    vec![describe(cpu)]
+    vec![describe(args.on(BackendName::Cpu)), describe(args.on(BackendName::Cuda))]
 }
 
 /// Threads of this machine that the chosen device works with.

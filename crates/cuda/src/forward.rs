@@ -1,0 +1,294 @@
+//! The forward pass on the device: one function for one token, one for many. Numbers in comments are phases of NUMERICS.md.
+
+use std::sync::Arc;
+
+use lily_backend::{Part, Result, Stage};
+use lily_model::{Checkpoint, Shape};
+
+use crate::device::Pointer;
+use crate::kernels::moe::Routing;
+use crate::kernels::{BLOCK4_BYTES, Finish, FixedRows, Gemm, Grouping, Kernels, Pass, TILE_ROWS, blocks};
+use crate::plan::{DeviceWeights, LOGIT_ROWS, Layer, LayerMixer, Scratch};
+
+/// One pass through the model; kernels go into the stream of `pass`, or into the graph that records it.
+pub(crate) struct Forward<'a> {
+    pub(crate) pass: Pass<'a>,
+    pub(crate) kernels: &'a Kernels,
+    pub(crate) weights: &'a DeviceWeights,
+    pub(crate) scratch: &'a Scratch,
+    pub(crate) trace: Option<Trace>,
+}
+
+/// The stages so far. Values are taken from the residual stream between kernels, so that tracing changes no kernel.
+pub(crate) struct Trace {
+    checkpoint: Arc<Checkpoint>,
+    /// The stream when it was last looked at.
+    stream: Vec<f32>,
+    pub(crate) stages: Vec<(Stage, Vec<f32>)>,
+}
+
+impl Trace {
+    pub(crate) fn new(checkpoint: Arc<Checkpoint>) -> Trace {
+        Trace { checkpoint, stream: Vec::new(), stages: Vec::new() }
+    }
+}
+
+impl Forward<'_> {
+    /// All layers for the run's one token, which is `ids[0]` or, where that is null, what the run says.
+    pub(crate) fn one(&mut self, ids: Pointer) -> Result<()> {
+        let (pass, k, s) = (self.pass, self.kernels, self.scratch);
+        k.embed(&pass, (s.run, 1), ids, &self.weights.embedding, s.h)?;
+        self.record_embedding(1)?;
+        let (mut delta, mut attention) = (0, 0);
+        for (index, layer) in self.weights.layers.iter().enumerate() {
+            match &layer.mixer {
+                LayerMixer::Delta { project, vectors, out } => {
+                    let tiles = k.sizes.projected_delta / TILE_ROWS;
+                    k.norm_project(&pass, (*project, tiles), s.h, layer.mixer_norm, s.projected)?;
+                    k.delta_step(&pass, s.run, delta, s.projected, vectors, (s.mixed, s.squares))?;
+                    k.delta_output(&pass, *out, s.mixed, s.squares, s.h)?;
+                    delta += 1;
+                }
+                LayerMixer::Attention { project, q_norm, k_norm, out } => {
+                    let tiles = k.sizes.projected_attention / TILE_ROWS;
+                    let partials = (s.part_sums, s.part_values);
+                    k.norm_project(&pass, (*project, tiles), s.h, layer.mixer_norm, s.projected)?;
+                    k.attend(&pass, (s.run, attention), s.projected, (*q_norm, *k_norm), partials)?;
+                    k.attend_combine(&pass, s.run, s.projected, partials, s.mixed)?;
+                    k.attention_output(&pass, *out, s.mixed, s.h)?;
+                    attention += 1;
+                }
+            }
+            self.record_mixer(index, 1)?;
+            let normed = (s.h, layer.moe_norm);
+            k.route_and_share(&pass, (layer.router, layer.shared_up), normed, s.router, s.activation)?;
+            k.experts_up(&pass, layer.experts_up, s.router, normed, s.activation)?;
+            let down = (layer.experts_down, layer.shared_down);
+            k.experts_down(&pass, down, s.router, s.activation, s.h)?;
+            self.record_moe(index, 1)?;
+        }
+        Ok(())
+    }
+
+    /// All layers for `tokens` tokens, whose ids are in the scratch memory.
+    pub(crate) fn many(&mut self, tokens: usize) -> Result<()> {
+        let (pass, k, s) = (self.pass, self.kernels, self.scratch);
+        k.embed(&pass, (s.run, tokens), s.ids, &self.weights.embedding, s.h)?;
+        self.record_embedding(tokens)?;
+        let (mut delta, mut attention) = (0, 0);
+        for (index, layer) in self.weights.layers.iter().enumerate() {
+            match &layer.mixer {
+                LayerMixer::Delta { .. } => {
+                    self.delta_many(layer, delta, tokens)?;
+                    delta += 1;
+                }
+                LayerMixer::Attention { .. } => {
+                    self.attention_many(layer, attention, tokens)?;
+                    attention += 1;
+                }
+            }
+            self.record_mixer(index, tokens)?;
+            self.moe_many(layer, tokens)?;
+            self.record_moe(index, tokens)?;
+        }
+        Ok(())
+    }
+
+    /// The mixer of a delta layer, added to the stream.
+    fn delta_many(&self, layer: &Layer, index: usize, tokens: usize) -> Result<()> {
+        let LayerMixer::Delta { project, vectors, out } = &layer.mixer else { return Ok(()) };
+        let (pass, k, s, sizes) = (&self.pass, self.kernels, self.scratch, &self.kernels.sizes);
+        let at = (s.run, index, tokens);
+        let prepared = (s.convolved, s.gates);
+        self.project(layer, *project, sizes.projected_delta, tokens)?;
+        k.delta_prepare(pass, at, s.projected, vectors, prepared)?;
+        k.delta_history(pass, at, s.projected)?;
+        k.delta_scan(pass, at, prepared, s.mixed)?;
+        let fixed = FixedRows::at(s.fixed, tokens, sizes.value_width);
+        k.delta_norm(pass, (s.mixed, tokens), s.projected, vectors.norm, fixed)?;
+        self.add_to_stream(*out, fixed, tokens)
+    }
+
+    /// The mixer of an attention layer, added to the stream.
+    fn attention_many(&self, layer: &Layer, index: usize, tokens: usize) -> Result<()> {
+        let LayerMixer::Attention { project, q_norm, k_norm, out } = &layer.mixer else { return Ok(()) };
+        let (pass, k, s, sizes) = (&self.pass, self.kernels, self.scratch, &self.kernels.sizes);
+        let at = (s.run, index, tokens);
+        self.project(layer, *project, sizes.projected_attention, tokens)?;
+        k.attention_prepare(pass, at, s.projected, (*q_norm, *k_norm), s.queries)?;
+        k.attend_many(pass, at, s.queries, s.projected, s.mixed)?;
+        let fixed = FixedRows::at(s.fixed, tokens, sizes.query_width);
+        k.fix_rows(pass, s.mixed, tokens, sizes.query_width, fixed)?;
+        self.add_to_stream(*out, fixed, tokens)
+    }
+
+    /// Norm and the projections of a mixer.
+    fn project(&self, layer: &Layer, weights: Pointer, rows: usize, tokens: usize) -> Result<()> {
+        let (s, hidden) = (self.scratch, self.kernels.sizes.hidden);
+        let fixed = FixedRows::at(s.fixed, tokens, hidden);
+        self.kernels.norm_rows(&self.pass, s.h, layer.mixer_norm, tokens, fixed)?;
+        self.kernels.gemm_q4(&self.pass, &dense(weights, rows, fixed, tokens, (s.projected, rows)), Finish::Store)
+    }
+
+    fn add_to_stream(&self, weights: Pointer, x: FixedRows, tokens: usize) -> Result<()> {
+        let (h, hidden) = (self.scratch.h, self.kernels.sizes.hidden);
+        self.kernels.gemm_q4(&self.pass, &dense(weights, hidden, x, tokens, (h, hidden)), Finish::Add)
+    }
+
+    /// Router, the chosen experts and the shared one, added to the stream.
+    fn moe_many(&self, layer: &Layer, tokens: usize) -> Result<()> {
+        let (pass, k, s, sizes) = (&self.pass, self.kernels, self.scratch, &self.kernels.sizes);
+        let normed = FixedRows::at(s.fixed, tokens, sizes.hidden);
+        k.norm_rows(pass, s.h, layer.moe_norm, tokens, normed)?;
+        k.gemm_q8(pass, &dense(layer.router, sizes.router_rows, normed, tokens, (s.router, sizes.router_rows)))?;
+        let routing = Routing {
+            ids: s.chosen,
+            weights: s.chosen_weights,
+            list: s.pairs,
+            counts: s.pair_counts,
+            tiles: s.pair_tiles,
+            tile_count: s.pair_tile_count,
+        };
+        k.route(pass, s.router, tokens, &routing)?;
+        let grouping = |share: usize| Grouping {
+            list: s.pairs,
+            token_tiles: s.pair_tiles,
+            token_tile_count: s.pair_tile_count,
+            counts: s.pair_counts,
+            stride: tokens as i32,
+            share: share as i32,
+        };
+
+        // Gate and up share tiles: of 16 rows of weights come 8 inner values.
+        let width = sizes.expert_width;
+        let up = stacked(layer.experts_up, 2 * width, normed, grouping(sizes.top_k), (s.inner, width));
+        k.gemm_q4_grouped(pass, &up, Finish::SwiGlu, tokens)?;
+        let inner = FixedRows::at(s.fixed_inner, tokens * sizes.top_k, width);
+        k.fix_rows(pass, s.inner, tokens * sizes.top_k, width, inner)?;
+        let down = stacked(layer.experts_down, sizes.hidden, inner, grouping(1), (s.routed, sizes.hidden));
+        k.gemm_q4_grouped(pass, &down, Finish::Store, tokens)?;
+
+        let width = sizes.shared_width;
+        k.gemm_q4(pass, &dense(layer.shared_up, 2 * width, normed, tokens, (s.inner, width)), Finish::SwiGlu)?;
+        let inner = FixedRows::at(s.fixed_inner, tokens, width);
+        k.fix_rows(pass, s.inner, tokens, width, inner)?;
+        let down = dense(layer.shared_down, sizes.hidden, inner, tokens, (s.shared, sizes.hidden));
+        k.gemm_q4(pass, &down, Finish::Store)?;
+
+        k.combine_experts(pass, tokens, (s.routed, s.shared), (s.chosen_weights, s.router), s.h)
+    }
+
+    /// Final norm and head of token `index` of the pass, to the first row of logits.
+    pub(crate) fn head(&mut self, index: usize) -> Result<()> {
+        let (s, w) = (self.scratch, self.weights);
+        let h = s.h.at(4 * index * self.kernels.sizes.hidden);
+        self.kernels.head(&self.pass, w.head, s.run, (h, w.norm), s.logits, s.bests)?;
+        self.record_final(index, 1)
+    }
+
+    /// Final norm and head of all `tokens` tokens, to `logits` `[tokens, vocab]`.
+    pub(crate) fn all_logits(&mut self, tokens: usize, logits: &mut [f32]) -> Result<()> {
+        let (k, s, w, vocab) = (self.kernels, self.scratch, self.weights, self.kernels.sizes.vocab);
+        for (index, logits) in logits.chunks_mut(LOGIT_ROWS * vocab).enumerate() {
+            let (first, rows) = (index * LOGIT_ROWS, logits.len() / vocab);
+            let fixed = FixedRows::at(s.fixed, rows, k.sizes.hidden);
+            k.norm_rows(&self.pass, s.h.at(4 * first * k.sizes.hidden), w.norm, rows, fixed)?;
+            k.gemm_q4(&self.pass, &dense(w.head, vocab, fixed, rows, (s.logits, vocab)), Finish::Store)?;
+            self.pass.device.download_floats(logits, s.logits)?;
+        }
+        self.record_final(0, tokens)
+    }
+
+    fn record_embedding(&mut self, tokens: usize) -> Result<()> {
+        let stream = self.stream(tokens)?;
+        let Some(trace) = &mut self.trace else { return Ok(()) };
+        trace.stages.push((Stage::outside(Part::Embedding), stream.clone()));
+        trace.stream = stream;
+        Ok(())
+    }
+
+    /// The stream, if it is traced.
+    fn stream(&self, tokens: usize) -> Result<Vec<f32>> {
+        if self.trace.is_none() {
+            return Ok(Vec::new());
+        }
+        let mut stream = vec![0.0; tokens * self.kernels.sizes.hidden];
+        self.pass.device.download_floats(&mut stream, self.scratch.h)?;
+        Ok(stream)
+    }
+
+    /// What the mixer added, and the norm in front of it.
+    fn record_mixer(&mut self, layer: usize, tokens: usize) -> Result<()> {
+        let stream = self.stream(tokens)?;
+        let Some(trace) = &mut self.trace else { return Ok(()) };
+        let (shape, weights) = (&trace.checkpoint.config.shape, &trace.checkpoint.weights.layers[layer]);
+        let normed = norm(&trace.stream, &weights.mixer_norm, shape);
+        let mixed = difference(&stream, &trace.stream);
+        trace.stages.push((Stage::of(layer, Part::MixerNorm), normed));
+        trace.stages.push((Stage::of(layer, Part::Mixer), mixed));
+        trace.stages.push((Stage::of(layer, Part::MoeNorm), norm(&stream, &weights.moe_norm, shape)));
+        trace.stream = stream;
+        Ok(())
+    }
+
+    /// The router's logits, what the experts added, and the sum.
+    fn record_moe(&mut self, layer: usize, tokens: usize) -> Result<()> {
+        let stream = self.stream(tokens)?;
+        let Some(trace) = &mut self.trace else { return Ok(()) };
+        let (rows, experts) = (self.kernels.sizes.router_rows, self.kernels.sizes.experts);
+        let mut router = vec![0.0; tokens * rows];
+        self.pass.device.download_floats(&mut router, self.scratch.router)?;
+        let router = router.chunks_exact(rows).flat_map(|row| row[..experts].to_vec()).collect();
+        trace.stages.push((Stage::of(layer, Part::Router), router));
+        trace.stages.push((Stage::of(layer, Part::Moe), difference(&stream, &trace.stream)));
+        trace.stages.push((Stage::of(layer, Part::Layer), stream.clone()));
+        trace.stream = stream;
+        Ok(())
+    }
+
+    fn record_final(&mut self, first: usize, tokens: usize) -> Result<()> {
+        let Some(trace) = &mut self.trace else { return Ok(()) };
+        let (shape, weights) = (&trace.checkpoint.config.shape, &trace.checkpoint.weights);
+        let stream = &trace.stream[first * shape.hidden..][..tokens * shape.hidden];
+        let normed = norm(stream, &weights.norm, shape);
+        trace.stages.push((Stage::outside(Part::FinalNorm), normed));
+        Ok(())
+    }
+}
+
+/// A linear of all `tokens` rows of `x` to `rows` outputs each.
+fn dense(weights: Pointer, rows: usize, x: FixedRows, tokens: usize, (out, stride): (Pointer, usize)) -> Gemm {
+    Gemm {
+        weights,
+        expert_bytes: 0,
+        tiles: rows.div_ceil(TILE_ROWS) as i32,
+        blocks: blocks(x.width as usize) as i32,
+        x,
+        grouping: Grouping::NONE,
+        rows: tokens as i32,
+        out,
+        stride: stride as i32,
+        outputs: rows as i32,
+    }
+}
+
+/// One linear per expert, of `rows` rows of 4-bit weights each.
+fn stacked(weights: Pointer, rows: usize, x: FixedRows, grouping: Grouping, out: (Pointer, usize)) -> Gemm {
+    let one = dense(weights, rows, x, 0, out);
+    let expert_bytes = one.tiles as u64 * one.blocks as u64 * BLOCK4_BYTES as u64;
+    Gemm { expert_bytes, grouping, ..one }
+}
+
+fn difference(a: &[f32], b: &[f32]) -> Vec<f32> {
+    a.iter().zip(b).map(|(a, b)| a - b).collect()
+}
+
+/// RMSNorm for a trace.
+fn norm(x: &[f32], weight: &[f32], shape: &Shape) -> Vec<f32> {
+    let row = |x: &[f32]| {
+        let mean = x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / x.len() as f64;
+        let scale = (mean + f64::from(shape.rms_eps)).sqrt().recip();
+        x.iter().zip(weight).map(|(x, w)| (f64::from(*x) * scale * f64::from(*w)) as f32).collect::<Vec<f32>>()
+    };
+    x.chunks_exact(shape.hidden).flat_map(row).collect()
+}

@@ -1,0 +1,508 @@
+// Grouped-query attention over a BF16 cache [kv head, capacity, 256], with norms and RoPE of queries and keys.
+//
+// One token: the cached tokens are cut into parts, a CTA takes one part of one kv head for all its query heads, and a second
+// kernel adds the parts up. Many tokens: blocks of 16 positions of up to 4 query heads. Both on tensor cores.
+// Reference: lily_reference::ops::{rms_norm, rope, attention, attention_gate}.
+
+constexpr int QUERIES_PER_KV = QUERY_HEADS / KV_HEADS;
+constexpr float LOG2E = 1.44269504088896341f;
+
+// Keys of a layer's kv head; its values lie `value_offset` further on.
+DEVICE u16* keys_of(const Run* run, int layer, int kv_head) {
+    return run->kv + ((u64)layer * KV_HEADS + kv_head) * run->capacity * HEAD;
+}
+DEVICE u64 value_offset(const Run* run) { return (u64)ATTENTION_LAYERS * KV_HEADS * run->capacity * HEAD; }
+
+// A head in a warp, 8 consecutive dimensions a lane: norm and RoPE. `turns` [32] of cosine and sine.
+DEVICE void norm_head(float* x, const float* weight, int lane) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum += x[i] * x[i];
+    const float scale = inverse_root(sum_lanes<32>(sum) / HEAD + RMS_EPS);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= scale * __ldg(weight + lane * 8 + i);
+}
+DEVICE void rope_head(float* x, const float2* turns, int lane) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float other = __shfl_xor_sync(FULL, x[i], 4);
+        if (lane < 8) {
+            const float2 turn = turns[(lane * 8 + i) % (ROTARY / 2)];
+            x[i] = lane < 4 ? x[i] * turn.x - other * turn.y : x[i] * turn.x + other * turn.y;
+        }
+    }
+}
+// Cosine and sine of `position * theta^(-i / 32)`, the angle in f64 and in half turns.
+DEVICE float2 rope_turn(int i, u32 position) {
+    double sine, cosine;
+    sincospi((double)position * ROPE_HALF_TURNS[i], &sine, &cosine);
+    return make_float2((float)cosine, (float)sine);
+}
+DEVICE uint4 pack8(const float* x) {
+    return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+}
+DEVICE void unpack8(float* x, uint4 v) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[2 * i] = bf16_low(words[i]), x[2 * i + 1] = bf16_high(words[i]);
+}
+DEVICE void load8(float* x, const float* from) {
+    const float4 a = load_cg((const float4*)from), b = load_cg((const float4*)from + 1);
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// ---- Tensor cores.
+DEVICE void mma_bf16(float* c, const u32* a, u32 b0, u32 b1) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE void load_matrices(u32* r, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row)));
+}
+DEVICE void load_matrices_transposed(u32* r, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row)));
+}
+// An 8 x 8 matrix of BF16 pairs, lane 4i + j with columns 2j and 2j + 1 of row i, transposed.
+DEVICE u32 transpose(u32 x) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// Rows in shared memory are 512 bytes; their 16-byte pieces are permuted by the row, so that ldmatrix meets no bank twice.
+constexpr int PIECES = HEAD / 8;
+
+// ---- One token. A warp takes every eighth tile of its CTA's part, for all query heads of the kv head at once: they are the
+// columns of the B operand, keys and values the rows of A. Queries and weights are split in two BF16 values each, so that products are as exact as the cache.
+constexpr int ATTEND_WARPS = 8;
+constexpr int ATTEND_TILE = 16;
+static_assert(QUERIES_PER_KV <= 8, "query heads are the columns of an operand");
+struct AttendTiles {
+    uint4 keys[ATTEND_WARPS][ATTEND_TILE][PIECES];
+    uint4 values[ATTEND_WARPS][ATTEND_TILE][PIECES];
+};
+
+// Tokens of a part: whole tiles.
+DEVICE u32 part_length(u32 tokens, u32 parts) {
+    return ((tokens + parts - 1) / parts + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
+}
+
+// Partial results of a part: [query head, parts] of maximum and sum, [parts, query head, 256] of values.
+KERNEL(ATTEND_WARPS * 32, 2)
+attend(const Run* run, int layer, int parts, const float* projected, const float* q_norm, const float* k_norm,
+       float2* part_sums, float* part_values) {
+    __shared__ float2 turns[ROTARY / 2];
+    __shared__ uint4 queries[2][8][PIECES];
+    __shared__ float2 warp_sums[ATTEND_WARPS][8];
+    extern __shared__ __align__(128) char dynamic_shared[];
+    AttendTiles& shared = *(AttendTiles*)dynamic_shared;
+    const int kv_head = blockIdx.x / parts, part = blockIdx.x % parts;
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    launch_dependents();
+    const u32 position = run->position, length = part_length(position + 1, parts);
+    const u32 start = part * length, end = min(position + 1, start + length);
+    u16* keys = keys_of(run, layer, kv_head);
+    u16* values = keys + value_offset(run);
+    // Rows beyond the limit repeat the one before it, so that no number in a tile is undefined.
+    auto load = [&](uint4 (*to)[PIECES], const u16* from, u32 tile, u32 limit) {
+        const u32 first = start + tile * ATTEND_TILE;
+        if (first < limit) {
+#pragma unroll 2
+            for (int row = 0; row < ATTEND_TILE; row++)
+                copy16(&to[row][lane ^ (row & 7)], from + (u64)min(first + row, limit - 1) * HEAD + lane * 8);
+        }
+        copy_commit();
+    };
+    // Tokens before this one were written a whole pass ago.
+    load(shared.keys[warp], keys, warp, min(end, position));
+    load(shared.values[warp], values, warp, min(end, position));
+    if (tid < ROTARY / 2) turns[tid] = rope_turn(tid, position);
+    if (QUERIES_PER_KV < 8)
+        for (int i = tid; i < 2 * 8 * PIECES; i += ATTEND_WARPS * 32) (&queries[0][0][0])[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+    wait_for_inputs();
+    if (start >= end) return;
+    const bool owner = end == position + 1;
+    const u32 new_tile = (position - start) / ATTEND_TILE, new_row = (position - start) % ATTEND_TILE;
+    for (int job = warp; job < QUERIES_PER_KV + (owner ? 2 : 0); job += ATTEND_WARPS) {
+        float x[8];
+        if (job < QUERIES_PER_KV) {
+            load8(x, projected + (kv_head * QUERIES_PER_KV + job) * 2 * HEAD + lane * 8);
+            norm_head(x, q_norm, lane);
+            rope_head(x, turns, lane);
+            float rest[8];
+            // Scores in powers of two, over sqrt(256).
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                x[i] *= LOG2E / 16.0f;
+                rest[i] = x[i] - bf16_low(to_bf16(x[i]));
+            }
+            queries[0][job][lane ^ job] = pack8(x);
+            queries[1][job][lane ^ job] = pack8(rest);
+        } else {
+            const bool key = job == QUERIES_PER_KV;
+            load8(x, projected + (key ? PROJ_K : PROJ_V) + kv_head * HEAD + lane * 8);
+            if (key) {
+                norm_head(x, k_norm, lane);
+                rope_head(x, turns, lane);
+            }
+            const uint4 packed = pack8(x);
+            ((uint4*)((key ? keys : values) + (u64)position * HEAD))[lane] = packed;
+        }
+    }
+    // Copies into the tile of the new token must not come after it.
+    if (owner) copy_wait<0>();
+    __syncthreads();
+    // If its tile is already here it belongs there too, and repeats to the end of the tile.
+    if (owner && new_tile < ATTEND_WARPS && warp == new_tile) {
+        // From memory, where a warp of this CTA has just written them.
+        for (u32 row = new_row; row < ATTEND_TILE; row++) {
+            shared.keys[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(keys + (u64)position * HEAD) + lane);
+            shared.values[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(values + (u64)position * HEAD) + lane);
+        }
+        __syncwarp();
+    }
+    // Dimensions g and g + 8 of each sixteen, for heads 2t and 2t + 1.
+    float o[HEAD / 16][4] = {};
+    float highest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+    const u32 tiles = (end - start + ATTEND_TILE - 1) / ATTEND_TILE;
+    for (u32 tile = warp; tile < tiles; tile += ATTEND_WARPS) {
+        copy_wait<1>();
+        __syncwarp();
+        // Tokens g and g + 8, for heads 2t and 2t + 1.
+        // Two sums side by side, because one would wait for itself at every step.
+        float parts_of_s[2][4] = {};
+#pragma unroll 4
+        for (int step = 0; step < HEAD / 16; step++) {
+            u32 a[4], b[4];
+            // Matrices: tokens 0-7 and 8-15 for inputs 0-7, then for 8-15.
+            const int row = lane & 15, piece = step * 2 + (lane >> 4);
+            load_matrices(a, &shared.keys[warp][row][piece ^ (row & 7)]);
+            // Matrices: inputs 0-7 and 8-15 of the rounded queries, then of what rounding left.
+            load_matrices(b, &queries[lane >> 4][lane & 7][(step * 2 + (lane >> 3 & 1)) ^ (lane & 7)]);
+            mma_bf16(parts_of_s[0], a, b[0], b[1]);
+            mma_bf16(parts_of_s[1], a, b[2], b[3]);
+        }
+        float s[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[i] = parts_of_s[0][i] + parts_of_s[1][i];
+        __syncwarp();
+        load(shared.keys[warp], keys, tile + ATTEND_WARPS, end);
+        if (start + tile * ATTEND_TILE + g >= end) s[0] = s[1] = -INFINITY;
+        if (start + tile * ATTEND_TILE + g + 8 >= end) s[2] = s[3] = -INFINITY;
+        float correction[2];
+        u32 p[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            // Over the tokens: lanes of one t.
+            float top = fmaxf(highest[i], fmaxf(s[i], s[i + 2]));
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, d));
+            correction[i] = exp2f(highest[i] - top);
+            highest[i] = top;
+            s[i] = exp2f(s[i] - top), s[i + 2] = exp2f(s[i + 2] - top);
+            sum[i] = sum[i] * correction[i] + s[i] + s[i + 2];
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 rounded = pack_bf16(s[2 * i], s[2 * i + 1]);
+            p[0][i] = transpose(rounded);
+            p[1][i] = transpose(pack_bf16(s[2 * i] - bf16_low(rounded), s[2 * i + 1] - bf16_high(rounded)));
+        }
+#pragma unroll
+        for (int n = 0; n < HEAD / 16; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) o[n][i] *= correction[i & 1];
+        copy_wait<1>();
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < HEAD / 16; n++) {
+            // Matrices: dimensions 0-7 and 8-15 of tokens 0-7, then of 8-15.
+            u32 a[4];
+            const int row = (lane & 7) + (lane >> 4) * 8, piece = n * 2 + (lane >> 3 & 1);
+            load_matrices_transposed(a, &shared.values[warp][row][piece ^ (row & 7)]);
+            mma_bf16(o[n], a, p[0][0], p[0][1]);
+            mma_bf16(o[n], a, p[1][0], p[1][1]);
+        }
+        __syncwarp();
+        load(shared.values[warp], values, tile + ATTEND_WARPS, end);
+    }
+    // The warps' parts, in shared memory that held the tiles.
+    float(*outputs)[8][HEAD] = (float(*)[8][HEAD])dynamic_shared;
+    copy_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) sum[i] += __shfl_xor_sync(FULL, sum[i], d);
+#pragma unroll
+        for (int n = 0; n < HEAD / 16; n++) {
+            outputs[warp][2 * t + i][n * 16 + g] = o[n][i];
+            outputs[warp][2 * t + i][n * 16 + g + 8] = o[n][i + 2];
+        }
+        if (g == 0) warp_sums[warp][2 * t + i] = make_float2(highest[i], sum[i]);
+    }
+    __syncthreads();
+    const int used = min((u32)ATTEND_WARPS, tiles);
+    for (int i = tid; i < QUERIES_PER_KV * HEAD; i += ATTEND_WARPS * 32) {
+        const int head = i / HEAD, query_head = kv_head * QUERIES_PER_KV + head;
+        float top = warp_sums[0][head].x;
+        for (int w = 1; w < used; w++) top = fmaxf(top, warp_sums[w][head].x);
+        float total = 0.0f, value = 0.0f;
+        for (int w = 0; w < used; w++) {
+            const float scale = exp2f(warp_sums[w][head].x - top);
+            total += scale * warp_sums[w][head].y;
+            value += scale * outputs[w][head][i % HEAD];
+        }
+        part_values[((u64)part * QUERY_HEADS + query_head) * HEAD + i % HEAD] = value;
+        if (i % HEAD == 0) part_sums[query_head * parts + part] = make_float2(top, total);
+    }
+}
+
+// ---- Adds up the parts and applies the gate. Grid [QUERY_HEADS * 4], 256 threads: 64 dimensions, the parts in 4 shares.
+constexpr int MAX_PARTS = 128;
+KERNEL(256, 2)
+attend_combine(const Run* run, int parts, const float* projected, const float2* part_sums, const float* part_values,
+               float* out) {
+    __shared__ float scales[MAX_PARTS], shares[4][64], warp_values[8];
+    const int head = blockIdx.x / 4, tid = threadIdx.x, share = tid / 64;
+    const int dim = blockIdx.x % 4 * 64 + tid % 64;
+    launch_dependents();
+    const u32 tokens = run->position + 1, length = part_length(tokens, parts);
+    const int used = (tokens + length - 1) / length;
+    wait_for_inputs();
+    const float gate = sigmoid(load_cg(projected + head * 2 * HEAD + HEAD + dim));
+    float2 own = make_float2(-INFINITY, 0.0f);
+    if (tid < used) {
+        const float2* from = part_sums + head * parts + tid;
+        own = make_float2(load_cg((const float*)from), load_cg((const float*)from + 1));
+    }
+    const float warp_top = max_lanes<32>(own.x);
+    if (tid % 32 == 0) warp_values[tid / 32] = warp_top;
+    __syncthreads();
+    float top = warp_values[0];
+#pragma unroll
+    for (int i = 1; i < MAX_PARTS / 32; i++) top = fmaxf(top, warp_values[i]);
+    const float scale = exp2f(own.x - top);
+    if (tid < MAX_PARTS) scales[tid] = scale;
+    __syncthreads();
+    const float warp_total = sum_lanes<32>(scale * own.y);
+    if (tid % 32 == 0) warp_values[tid / 32] = warp_total;
+    float value = 0.0f;
+    for (int part = share; part < used; part += 4)
+        value += scales[part] * load_cg(part_values + ((u64)part * QUERY_HEADS + head) * HEAD + dim);
+    shares[share][tid % 64] = value;
+    __syncthreads();
+    if (tid < 64) {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MAX_PARTS / 32; i++) total += warp_values[i];
+        out[head * HEAD + dim] = (shares[0][tid] + shares[1][tid] + shares[2][tid] + shares[3][tid]) / total * gate;
+    }
+}
+
+// ---- Many tokens, before attention: norms and RoPE; keys and values go to the cache. Grid [tokens], a warp per head.
+// Out: queries [2, tokens, QUERY_HEADS, 256] BF16: the rounded query, scaled, and what rounding left of it.
+KERNEL(256, 4)
+attention_prepare(const Run* run, int layer, const float* projected, const float* q_norm, const float* k_norm, int tokens,
+                  uint4* queries) {
+    __shared__ float2 turns[ROTARY / 2];
+    const int token = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const u32 position = run->position + token;
+    if (threadIdx.x < ROTARY / 2) turns[threadIdx.x] = rope_turn(threadIdx.x, position);
+    __syncthreads();
+    const float* row = projected + (u64)token * PROJ_ATTENTION;
+    for (int job = warp; job < QUERY_HEADS + 2 * KV_HEADS; job += 8) {
+        float x[8];
+        if (job < QUERY_HEADS) {
+            load8(x, row + job * 2 * HEAD + lane * 8);
+            norm_head(x, q_norm, lane);
+            rope_head(x, turns, lane);
+            float rest[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                x[i] *= LOG2E / 16.0f;
+                rest[i] = x[i] - bf16_low(to_bf16(x[i]));
+            }
+            const u64 at = ((u64)token * QUERY_HEADS + job) * (HEAD / 8) + lane;
+            queries[at] = pack8(x);
+            queries[(u64)tokens * QUERY_HEADS * (HEAD / 8) + at] = pack8(rest);
+        } else {
+            const int kv_head = (job - QUERY_HEADS) % KV_HEADS;
+            const bool key = job < QUERY_HEADS + KV_HEADS;
+            load8(x, row + (key ? PROJ_K : PROJ_V) + kv_head * HEAD + lane * 8);
+            if (key) {
+                norm_head(x, k_norm, lane);
+                rope_head(x, turns, lane);
+            }
+            u16* to = keys_of(run, layer, kv_head) + (key ? 0 : value_offset(run));
+            ((uint4*)(to + (u64)position * HEAD))[lane] = pack8(x);
+        }
+    }
+}
+
+// ---- Many tokens: flash attention. A warp has one query head and 16 positions; the warps of a CTA share a kv head. Queries and
+// weights are split in two BF16 values each, so that products are as exact as the cache. Out: out [tokens, QUERY_WIDTH], gated.
+constexpr int TILE = 32;
+constexpr int FLASH_WARPS = QUERIES_PER_KV % 4 == 0 ? 4 : QUERIES_PER_KV % 2 == 0 ? 2 : 1;
+constexpr int FLASH_GROUPS = QUERY_HEADS / FLASH_WARPS;
+struct FlashShared {
+    uint4 queries[2][FLASH_WARPS][16][PIECES];
+    uint4 keys[TILE][PIECES];
+    uint4 values[TILE][PIECES];
+};
+KERNEL(FLASH_WARPS * 32, 2)
+attend_many(const Run* run, int layer, const uint4* queries, const float* projected, int tokens, float* out) {
+    extern __shared__ __align__(128) char dynamic_shared[];
+    FlashShared& shared = *(FlashShared*)dynamic_shared;
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, threads = FLASH_WARPS * 32;
+    const int group = blockIdx.y, head = group * FLASH_WARPS + warp, kv_head = head / QUERIES_PER_KV;
+    // The longest rows first.
+    const int first = (gridDim.x - 1 - blockIdx.x) * 16;
+    const u32 start = run->position + first;
+    const u32 end = run->position + min(first + 16, tokens);
+    const u16* keys = keys_of(run, layer, kv_head);
+    const u16* values = keys + value_offset(run);
+
+    for (int i = tid; i < 2 * FLASH_WARPS * 16 * PIECES; i += threads) {
+        const int piece = i % PIECES, row = i / PIECES % 16, w = i / PIECES / 16 % FLASH_WARPS, half = i / PIECES / 16 / FLASH_WARPS;
+        const int token = min(first + row, tokens - 1);
+        const uint4* from = queries + (((u64)half * tokens + token) * QUERY_HEADS + group * FLASH_WARPS + w) * PIECES + piece;
+        copy16(&shared.queries[half][w][row][piece ^ (row & 7)], from);
+    }
+    auto load = [&](uint4 (*to)[PIECES], const u16* from, u32 tile) {
+        for (int i = tid; i < TILE * PIECES; i += threads) {
+            const u32 row = i / PIECES, piece = i % PIECES;
+            // Rows beyond the end repeat the last, so that no number in a tile is undefined.
+            const u32 token = min(tile * TILE + row, end - 1);
+            copy16(&to[row][piece ^ (row & 7)], from + (u64)token * HEAD + piece * 8);
+        }
+        copy_commit();
+    };
+    const u32 tiles = (end + TILE - 1) / TILE;
+    load(shared.keys, keys, 0);
+    load(shared.values, values, 0);
+
+    float o[HEAD / 8][4] = {};
+    float highest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+    const int g = lane >> 2, t = lane & 3;
+    for (u32 tile = 0; tile < tiles; tile++) {
+        copy_wait<1>();
+        __syncthreads();
+        float s[TILE / 8][4] = {};
+#pragma unroll
+        for (int step = 0; step < HEAD / 16; step++) {
+            u32 a[2][4];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = lane & 15, piece = step * 2 + (lane >> 4);
+                load_matrices(a[half], &shared.queries[half][warp][row][piece ^ (row & 7)]);
+            }
+#pragma unroll
+            for (int pair = 0; pair < TILE / 16; pair++) {
+                // Matrices: tokens 0-7 and 8-15 of the pair, each for inputs 0-7 and 8-15.
+                u32 b[4];
+                const int row = pair * 16 + (lane & 7) + (lane >> 4) * 8, piece = step * 2 + (lane >> 3 & 1);
+                load_matrices(b, &shared.keys[row][piece ^ (row & 7)]);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    mma_bf16(s[pair * 2], a[half], b[0], b[1]);
+                    mma_bf16(s[pair * 2 + 1], a[half], b[2], b[3]);
+                }
+            }
+        }
+        __syncthreads();
+        if (tile + 1 < tiles) load(shared.keys, keys, tile + 1);
+        else copy_commit();
+        if ((tile + 1) * TILE > start) {
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (tile * TILE + n * 8 + 2 * t + (i & 1) > start + g + (i >> 1) * 8) s[n][i] = -INFINITY;
+        }
+        float correction[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float top = highest[r];
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n++) top = fmaxf(top, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+            top = max_lanes<4>(top);
+            correction[r] = exp2f(highest[r] - top);
+            highest[r] = top;
+            float total = 0.0f;
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                for (int i = 2 * r; i < 2 * r + 2; i++) {
+                    s[n][i] = exp2f(s[n][i] - top);
+                    total += s[n][i];
+                }
+            sum[r] = sum[r] * correction[r] + total;
+        }
+#pragma unroll
+        for (int n = 0; n < HEAD / 8; n++) {
+            o[n][0] *= correction[0], o[n][1] *= correction[0];
+            o[n][2] *= correction[1], o[n][3] *= correction[1];
+        }
+        copy_wait<1>();
+        __syncthreads();
+#pragma unroll
+        for (int step = 0; step < TILE / 16; step++) {
+            u32 p[2][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float low = s[step * 2 + (i >> 1)][(i & 1) * 2], high = s[step * 2 + (i >> 1)][(i & 1) * 2 + 1];
+                p[0][i] = pack_bf16(low, high);
+                p[1][i] = pack_bf16(low - bf16_low(p[0][i]), high - bf16_high(p[0][i]));
+            }
+#pragma unroll
+            for (int n = 0; n < HEAD / 16; n++) {
+                // Matrices: tokens 0-7 and 8-15, each for dimensions 0-7 and 8-15.
+                u32 b[4];
+                const int row = step * 16 + (lane & 15), piece = n * 2 + (lane >> 4);
+                load_matrices_transposed(b, &shared.values[row][piece ^ (row & 7)]);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    mma_bf16(o[n * 2], p[half], b[0], b[1]);
+                    mma_bf16(o[n * 2 + 1], p[half], b[2], b[3]);
+                }
+            }
+        }
+        __syncthreads();
+        if (tile + 1 < tiles) load(shared.values, values, tile + 1);
+        else copy_commit();
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int token = first + g + 8 * r;
+        const float scale = 1.0f / sum_lanes<4>(sum[r]);
+        if (token >= tokens) continue;
+        const float* gate = projected + (u64)token * PROJ_ATTENTION + head * 2 * HEAD + HEAD + 2 * t;
+        float* to = out + (u64)token * QUERY_WIDTH + head * HEAD + 2 * t;
+#pragma unroll
+        for (int n = 0; n < HEAD / 8; n++) {
+            const float2 z = *(const float2*)(gate + n * 8);
+            *(float2*)(to + n * 8) =
+                make_float2(o[n][2 * r] * scale * sigmoid(z.x), o[n][2 * r + 1] * scale * sigmoid(z.y));
+        }
+    }
+}
+
+// ---- Noise for measuring: uniform of deviation 1, the same in every plane. Grid [tokens, planes], a thread per value.
+KERNEL(HEAD, 4) fill_noise(const Run* run, u32 count, u64 seed) {
+    const u64 place = (u64)(run->position + blockIdx.x) * HEAD + threadIdx.x;
+    u64 z = seed + (place + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    const float uniform = (float)(z >> 40) / 16777216.0f;
+    const u64 plane = (u64)blockIdx.y * run->capacity * HEAD;
+    run->kv[plane + place] = to_bf16(1.7320508f * (2.0f * uniform - 1.0f));
+}

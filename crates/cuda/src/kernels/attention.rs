@@ -1,0 +1,100 @@
+//! Attention; see `attention.cu`.
+
+use lily_backend::Result;
+use lily_model::Shape;
+
+use super::{Kernels, Pass, Sizes, arguments};
+use crate::device::Pointer;
+
+/// Tokens of keys and values of [`Kernels::attend_many`] in shared memory at a time.
+const TILE: usize = 32;
+const TILE_BYTES: usize = 2 * TILE * Shape::HEAD_DIM * 2;
+/// Most parts of the cached tokens.
+const MAX_PARTS: usize = 128;
+/// Positions that a warp of [`Kernels::attend_many`] takes.
+const ROWS: usize = 16;
+
+/// Warps of [`Kernels::attend`], each with a tile of 16 tokens of its own.
+const ATTEND_WARPS: usize = 8;
+
+/// A tile of keys and values for each warp; later their partial outputs, which take half of it.
+pub(super) fn shared_of_one(_: &Sizes) -> usize {
+    ATTEND_WARPS * TILE_BYTES / 2
+}
+
+/// Queries in two halves, and a tile.
+pub(super) fn shared_of_many(s: &Sizes) -> usize {
+    2 * s.heads_together() * ROWS * Shape::HEAD_DIM * 2 + TILE_BYTES
+}
+
+impl Kernels {
+    /// Parts that the cached tokens of a kv head are cut into.
+    pub(crate) fn attention_parts(&self, pass: &Pass<'_>) -> usize {
+        (pass.device.processors as usize / self.sizes.kv_heads).clamp(1, MAX_PARTS)
+    }
+
+    /// One token of attention layer `layer`: `projected` to partial results.
+    pub(crate) fn attend(
+        &self,
+        pass: &Pass<'_>,
+        (run, layer): (Pointer, usize),
+        projected: Pointer,
+        (q_norm, k_norm): (Pointer, Pointer),
+        (sums, values): (Pointer, Pointer),
+    ) -> Result<()> {
+        let parts = self.attention_parts(pass);
+        let (layer, grid, parts) = (layer as i32, (self.sizes.kv_heads * parts, 1), parts as i32);
+        let arguments = arguments![run, layer, parts, projected, q_norm, k_norm, sums, values];
+        pass.launch(self.attend, grid, 32 * ATTEND_WARPS, arguments)
+    }
+
+    /// The partial results of [`Kernels::attend`] together, gated, to `out`.
+    pub(crate) fn attend_combine(
+        &self,
+        pass: &Pass<'_>,
+        run: Pointer,
+        projected: Pointer,
+        (sums, values): (Pointer, Pointer),
+        out: Pointer,
+    ) -> Result<()> {
+        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads * 4, 1));
+        pass.launch(self.attend_combine, grid, 256, arguments![run, parts, projected, sums, values, out])
+    }
+
+    /// Many tokens: keys and values to the cache, queries to `queries`.
+    pub(crate) fn attention_prepare(
+        &self,
+        pass: &Pass<'_>,
+        (run, layer, tokens): (Pointer, usize, usize),
+        projected: Pointer,
+        (q_norm, k_norm): (Pointer, Pointer),
+        queries: Pointer,
+    ) -> Result<()> {
+        let (layer, grid, tokens) = (layer as i32, (tokens, 1), tokens as i32);
+        let arguments = arguments![run, layer, projected, q_norm, k_norm, tokens, queries];
+        pass.launch(self.attention_prepare, grid, 256, arguments)
+    }
+
+    /// Attention of many tokens, gated, to `out`.
+    pub(crate) fn attend_many(
+        &self,
+        pass: &Pass<'_>,
+        (run, layer, tokens): (Pointer, usize, usize),
+        queries: Pointer,
+        projected: Pointer,
+        out: Pointer,
+    ) -> Result<()> {
+        let together = self.sizes.heads_together();
+        let grid = (tokens.div_ceil(ROWS), self.sizes.query_heads / together);
+        let (layer, tokens) = (layer as i32, tokens as i32);
+        let arguments = arguments![run, layer, queries, projected, tokens, out];
+        pass.launch(self.attend_many, grid, 32 * together, arguments)
+    }
+
+    /// Seeded noise in the place of the keys and values of `count` tokens from the run's position on.
+    pub(crate) fn fill_noise(&self, pass: &Pass<'_>, run: Pointer, count: usize, seed: u64) -> Result<()> {
+        let planes = 2 * self.sizes.attention_layers * self.sizes.kv_heads;
+        let (grid, count) = ((count, planes), count as u32);
+        pass.launch(self.fill_noise, grid, Shape::HEAD_DIM, arguments![run, count, seed])
+    }
+}

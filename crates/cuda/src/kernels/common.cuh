@@ -1,0 +1,187 @@
+// What all kernels share: types, PTX wrappers, the packed weight block, fixed-point activations.
+//
+// Sizes come from the prelude that is generated for the Shape (see plan.rs); nothing here or in a kernel is a literal of one
+// model. One translation unit, no includes: NVRTC without headers compiles it.
+
+typedef unsigned char u8;
+typedef signed char s8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(threads, per_sm) extern "C" __global__ void __launch_bounds__(threads, per_sm)
+
+constexpr int HEAD = 256;        // width of an attention head
+constexpr int ROTARY = 64;       // its leading dimensions that RoPE turns
+constexpr int DELTA_HEAD = 128;  // width of a delta head
+constexpr int GROUP = 64;        // inputs that share a scale and a bias
+constexpr u32 FULL = 0xffffffffu;         // all lanes of a warp
+#define INFINITY __int_as_float(0x7f800000)
+
+// ---- A block of packed weights: 16 rows x 256 inputs.
+//
+// 4 bits: 4 groups x 32 lanes x 16 bytes of codes, then 32 lanes x 2 words (scale low, bias high, both BF16).
+// 8 bits: 8 half groups x 32 lanes x 16 bytes, then the same 256 bytes.
+// Lane 4g + t holds rows g and g + 8 and, of every 16 inputs, 4t .. 4t + 3, in the order in which mma.m16n8k32 takes its A
+// operand: word 2m + r of a group has row g + 8r, inputs 32m + 4t .. in its low nibbles (8 bits: its own bytes) and those 16
+// further on in the high ones. Its scale words are those of group t.
+constexpr int BLOCK_ROWS = 16;
+constexpr int BLOCK_INPUTS = 256;
+constexpr int BLOCK4 = 2304;
+constexpr int BLOCK8 = 4352;
+
+// ---- The step's row, in device memory so that a captured graph need not change.
+struct Run {
+    u16* kv;        // keys of all attention layers [layer, kv head, capacity, 256], then as many values; BF16
+    float* conv;    // [delta layer, 4, conv width]: raw inputs of position p in slot p % 4
+    float* delta;   // [delta layer, value head, 128 (value), 128 (key)]
+    u32* tokens;    // [capacity], ids fed so far
+    u32* sampled;   // the id that the state's last step sampled
+    u32 capacity;
+    u32 position;   // of the token that is fed
+    u32 token;      // to feed; FROM_STATE: what `sampled` says
+    u32 slot;       // of `results` for the next result
+    // Sampling, see SamplingParams.
+    u32 vocab_limit, top_k, penalty_start, masked;
+    float temperature, top_p, min_p, repetition, presence, frequency;
+    u32 biases, unused;  // number of logit biases
+    u64 seed;
+};
+constexpr u32 FROM_STATE = 0xffffffffu;
+
+// What the host reads of a row, in its memory.
+struct Result {
+    u32 id;
+    u32 status;     // 0, or BAD_LOGITS, or EXCLUDED
+};
+constexpr u32 RESULTS = 256;     // slots of the ring
+constexpr u32 BAD_LOGITS = 1;
+constexpr u32 EXCLUDED = 2;
+
+// ---- Programmatic dependent launch: `launch_dependents` lets the next kernel of the graph start, `wait_for_inputs` waits
+// for the kernels before this one. What stands between may only read what no kernel of the last layer wrote.
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- Copies into shared memory.
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE void copy16(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+DEVICE void copy8(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+DEVICE float4 load_cg(const float4* p) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+    return v;
+}
+DEVICE float load_cg(const float* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    return v;
+}
+
+// ---- Numbers.
+DEVICE float bf16_low(u32 word) { return __uint_as_float(word << 16); }
+DEVICE float bf16_high(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+DEVICE u32 to_bf16(float x) {  // nearest, ties to even; NaN stays NaN
+    u32 bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+    return (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+}
+DEVICE u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+// Quotients and roots by the special function units: two units in the last place, and no slow path.
+DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
+DEVICE float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+DEVICE float inverse_root(float x) { return rsqrtf(x); }
+
+template <int WIDTH> DEVICE float sum_lanes(float x) {
+#pragma unroll
+    for (int d = WIDTH / 2; d > 0; d /= 2) x += __shfl_xor_sync(FULL, x, d);
+    return x;
+}
+template <int WIDTH> DEVICE float max_lanes(float x) {
+#pragma unroll
+    for (int d = WIDTH / 2; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, d));
+    return x;
+}
+
+// ---- Activations as 16-bit fixed point in two signed bytes: of a group of 64, q = round(x * 32512 / max |x|) = 256 high + low,
+// so that products with codes are exact in integers. NaN and infinity reach the group's sum and through it every output.
+constexpr float FIXED_LARGEST = 32512.0f;
+constexpr float FIXED_NOTHING = 1e-30f;    // a group without larger values counts as zeros
+constexpr float ROUNDER = 12582912.0f;     // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+DEVICE float fixed_inverse(float largest) { return largest > FIXED_NOTHING ? __fdividef(FIXED_LARGEST, largest) : 0.0f; }
+DEVICE float fixed_scale(float largest) { return largest > FIXED_NOTHING ? largest * (1.0f / FIXED_LARGEST) : 0.0f; }
+// Low (HIGH = false) or high bytes of four rounded values, in order.
+template <bool HIGH> DEVICE u32 fixed_bytes(u32 a, u32 b, u32 c, u32 d) {
+    if (HIGH) {
+        a += 128, b += 128, c += 128, d += 128;
+        return __byte_perm(__byte_perm(a, b, 0x51), __byte_perm(c, d, 0x51), 0x5410);
+    }
+    return __byte_perm(__byte_perm(a, b, 0x40), __byte_perm(c, d, 0x40), 0x5410);
+}
+
+DEVICE void mma_u8_s8(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+constexpr u32 NIBBLES = 0x0f0f0f0fu;
+
+// ---- The choice of experts: one warp, ids of the highest logits, lowest first on ties, in falling order. Lane i < TOP_K gets
+// the i-th id and its weight, the softmax over the chosen.
+struct Choice {
+    u32 id;
+    float weight;
+};
+DEVICE u32 order_key(float x) {  // larger floats have larger keys; -0 counts as 0
+    u32 bits = __float_as_uint(x + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+DEVICE Choice choose_experts(const float* logits, int lane) {
+    constexpr int PER_LANE = (EXPERTS + 31) / 32;
+    u32 keys[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        int id = i * 32 + lane;
+        // Key 0 is below that of every number.
+        keys[i] = id < EXPERTS ? order_key(load_cg(logits + id)) : 0;
+    }
+    u32 own_id = 0, own_key = 0;
+#pragma unroll
+    for (int round = 0; round < TOP_K; round++) {
+        u32 best = keys[0];
+#pragma unroll
+        for (int i = 1; i < PER_LANE; i++) best = max(best, keys[i]);
+        u32 highest = __reduce_max_sync(FULL, best);
+        u32 id = 0xffffffffu;
+#pragma unroll
+        for (int i = PER_LANE - 1; i >= 0; i--)
+            if (keys[i] == highest) id = i * 32 + lane;
+        id = __reduce_min_sync(FULL, id);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (id == i * 32 + lane) keys[i] = 0;
+        if (lane == round) own_id = id, own_key = highest;
+    }
+    float logit = __uint_as_float(own_key & 0x80000000u ? own_key & 0x7fffffffu : ~own_key);
+    float top = __shfl_sync(FULL, logit, 0);
+    float weight = lane < TOP_K ? expf(logit - top) : 0.0f;
+    return Choice{own_id, weight / sum_lanes<32>(weight)};
+}

@@ -1,0 +1,109 @@
+//! `cubins`: the CUDA kernels compiled for every GPU generation that releases support, without a GPU and without a toolkit.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use lily_cuda::compile::{ARCHES, Nvrtc, key, source};
+use lily_model::Shape;
+
+/// NVIDIA's run-time compiler on PyPI, the newest whose code every driver for CUDA 12 takes.
+const PACKAGE: &str = "nvidia-cuda-nvrtc-cu12==12.9.86";
+/// Where the library is in the package.
+const LIBRARY: &str = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12";
+
+/// Where a few registers may go to memory: the kernels were shaped on older GPUs, and none of these has been at hand yet.
+const UNTUNED: [&str; 2] = ["100", "120"];
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Only check that every kernel compiles and none spills registers to memory where it may not; write nothing.
+    #[arg(long)]
+    check: bool,
+    /// The NVRTC library; installed with pip below target/ if not given.
+    #[arg(long, value_name = "FILE")]
+    nvrtc: Option<PathBuf>,
+    /// Python 3 with pip, for the package.
+    #[arg(long, default_value = "python3")]
+    python: String,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    let library = match &args.nvrtc {
+        Some(library) => library.clone(),
+        None => install(&args.python)?,
+    };
+    let compiler = Nvrtc::open(Some(&library)).with_context(|| format!("cannot use {}", library.display()))?;
+    let out = crate::root().join("target/cubins");
+    if !args.check {
+        // Old ones would be embedded beside the new.
+        if out.exists() {
+            std::fs::remove_dir_all(&out).with_context(|| format!("cannot clear {}", out.display()))?;
+        }
+        std::fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
+    }
+    for (name, shape) in [("qwen36", Shape::QWEN36), ("demo", Shape::DEMO)] {
+        let source = source(&shape);
+        for arch in ARCHES {
+            let compiled = compiler.compile(&source, arch)?;
+            let spilling = spilling(&compiled.log);
+            let spills = match spilling.is_empty() {
+                true => "nothing spills".to_owned(),
+                false => format!("registers spill to memory in {}", spilling.join(", ")),
+            };
+            ensure!(spilling.is_empty() || UNTUNED.contains(arch), "{name}, sm_{arch}: {spills}");
+            println!("{name:<8} sm_{arch:<4} {:>9} bytes, {spills}", compiled.cubin.len());
+            if !args.check {
+                std::fs::write(out.join(format!("{}.cubin", key(&source, arch))), &compiled.cubin)?;
+            }
+        }
+    }
+    if !args.check {
+        println!("{}: the next build of lily embeds them", out.display());
+    }
+    Ok(())
+}
+
+/// Installs the package where it is not there yet.
+fn install(python: &str) -> Result<PathBuf> {
+    let place = crate::root().join("target/nvrtc");
+    let library = place.join(LIBRARY);
+    if !library.is_file() {
+        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target"];
+        let status = Command::new(python).args(pip).arg(&place).arg(PACKAGE).status();
+        let status = status.with_context(|| format!("cannot run {python}; --python names another one"))?;
+        ensure!(status.success(), "pip cannot install {PACKAGE}; --nvrtc takes a library that is there");
+    }
+    ensure!(Path::new(&library).is_file(), "{PACKAGE} has no {LIBRARY}");
+    Ok(library)
+}
+
+/// The kernels of which the assembler says that registers went to memory.
+fn spilling(log: &str) -> Vec<&str> {
+    let mut kernel = "";
+    let mut found = Vec::new();
+    for line in log.lines() {
+        if let Some((_, name)) = line.split_once("Compiling entry function '") {
+            kernel = name.split('\'').next().unwrap_or_default();
+        } else if line.contains("bytes spill stores") && !line.contains(" 0 bytes spill stores, 0 bytes spill loads") {
+            found.push(kernel);
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spills_are_found_with_their_kernel() {
+        let log = "ptxas info    : Compiling entry function 'good' for 'sm_80'\n\
+                   ptxas info    : Function properties for good\n\
+                   \x20   0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
+                   ptxas info    : Compiling entry function 'bad' for 'sm_80'\n\
+                   ptxas info    : Function properties for bad\n\
+                   \x20   16 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads\n";
+        assert_eq!(spilling(log), ["bad"]);
+    }
+}
