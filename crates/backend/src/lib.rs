@@ -31,10 +31,13 @@
 
 #![warn(missing_docs)]
 
+mod check;
 pub mod conformance;
+pub mod export;
 mod sampling;
 mod stage;
 
+pub use check::{Standing, check_step};
 pub use sampling::{LogProbs, SampledToken, SamplingParams};
 pub use stage::{Part, Stage, StageOutput};
 

@@ -72,9 +72,9 @@ impl SamplingParams {
         const LARGEST_BIAS: f32 = 1e30;
         let fields = [
             ("temperature", self.temperature, self.temperature >= 0.0),
-            ("top_p", self.top_p, self.top_p > 0.0),
+            ("top_p", self.top_p, self.top_p >= f32::MIN_POSITIVE),
             ("min_p", self.min_p, (0.0..=1.0).contains(&self.min_p)),
-            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0.0),
+            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty >= f32::MIN_POSITIVE),
             ("presence_penalty", self.presence_penalty, self.presence_penalty.abs() <= LARGEST_BIAS),
             ("frequency_penalty", self.frequency_penalty, self.frequency_penalty.abs() <= LARGEST_BIAS),
         ];

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use lily_backend::export::fingerprint;
 use lily_backend::{Error, Result};
 use lily_model::{Checkpoint, DeltaWeights, Mixer, QuantMatrix, Shape, Weights};
 
@@ -15,7 +16,7 @@ use crate::kernels::attention::Partials;
 use crate::kernels::experts::Inner;
 use crate::kernels::moe::Routing;
 use crate::kernels::rope::Angles;
-use crate::state::{CheckSum, KvDtype};
+use crate::state::KvDtype;
 
 /// The decisions.
 pub(crate) struct Plan {
@@ -54,7 +55,7 @@ impl Plan {
             max_context,
             max_chunk,
             deltas: deltas.collect(),
-            fingerprint: fingerprint(&checkpoint, options.kv),
+            fingerprint: fingerprint(&checkpoint, &format!(" {:?}", options.kv)),
             checkpoint,
         })
     }
@@ -128,23 +129,6 @@ fn check_matrix(m: &QuantMatrix) -> Result<()> {
         name: "cpu",
         reason: format!("the bytes of {} do not make {} rows of {} inputs", m.name, m.rows(), m.inputs),
     })
-}
-
-/// A sum over the shape, the names and widths of all matrices, the norms, and the first codes of every router: enough to
-/// tell checkpoints apart, while hardly a page of the file has to be read for it.
-fn fingerprint(checkpoint: &Checkpoint, kv: KvDtype) -> u64 {
-    const ROUTER_BYTES: usize = 256;
-    let mut sum = CheckSum::new();
-    sum.add(format!("{:?} {kv:?}", checkpoint.config.shape).as_bytes());
-    for matrix in checkpoint.weights.matrices() {
-        sum.add(format!("{} {}", matrix.name, matrix.bits.count()).as_bytes());
-    }
-    for layer in &checkpoint.weights.layers {
-        let codes = &layer.moe.router.codes;
-        sum.add(&codes[..ROUTER_BYTES.min(codes.len())]);
-        layer.mixer_norm.iter().chain(&layer.moe_norm).for_each(|x| sum.add(&x.to_le_bytes()));
-    }
-    sum.value()
 }
 
 /// Memory between kernels, for one row of a step: `max_chunk` tokens of everything. Pages are occupied as far as the

@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 
 use half::bf16;
+use lily_backend::export::{CheckSum, read};
 use lily_backend::{Error, Result, SamplingParams, Ticket};
 use lily_model::Shape;
 
@@ -344,14 +345,6 @@ const MAGIC: &[u8; 16] = b"lily-cpu-state 1";
 /// Words converted at a time.
 const WORDS: usize = 4096;
 
-/// Reads exactly; a short input is a damaged export, not an I/O failure.
-fn read(from: &mut dyn Read, bytes: &mut [u8]) -> Result<()> {
-    from.read_exact(bytes).map_err(|e| match e.kind() {
-        std::io::ErrorKind::UnexpectedEof => Error::BadExport("it ends too early".into()),
-        _ => Error::Io(e),
-    })
-}
-
 fn put_words<T: Copy, const N: usize>(
     words: &[T],
     bytes: impl Fn(T) -> [u8; N],
@@ -378,27 +371,4 @@ fn get_words<T, const N: usize>(
         words.iter_mut().zip(room).for_each(|(word, room)| *word = value(*room));
     }
     Ok(())
-}
-
-/// A 64-bit sum that notices damage, not intent: words are mixed one after the other by a multiplication and a shift.
-pub(crate) struct CheckSum(u64);
-
-impl CheckSum {
-    pub(crate) fn new() -> CheckSum {
-        CheckSum(0xCBF2_9CE4_8422_2325)
-    }
-
-    pub(crate) fn add(&mut self, bytes: &[u8]) {
-        let (words, rest) = bytes.as_chunks::<8>();
-        let mut last = [0; 8];
-        last[..rest.len()].copy_from_slice(rest);
-        for word in words.iter().chain((!rest.is_empty()).then_some(&last)) {
-            self.0 = (self.0 ^ u64::from_le_bytes(*word)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-            self.0 ^= self.0 >> 32;
-        }
-    }
-
-    pub(crate) fn value(&self) -> u64 {
-        self.0
-    }
 }

@@ -148,7 +148,7 @@ impl CudaBackend {
         );
         Ok(CudaBackend {
             caps,
-            fingerprint: plan::fingerprint(&checkpoint),
+            fingerprint: lily_backend::export::fingerprint(&checkpoint, ""),
             checkpoint,
             states: BTreeMap::new(),
             snapshots: BTreeMap::new(),

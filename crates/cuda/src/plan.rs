@@ -387,22 +387,6 @@ pub(crate) fn check(shape: &Shape, weights: &Weights) -> Result<()> {
     Ok(())
 }
 
-/// A sum over the shape, names, norms and first codes: enough to tell checkpoints apart.
-pub(crate) fn fingerprint(checkpoint: &Checkpoint) -> u64 {
-    const ROUTER_BYTES: usize = 256;
-    let mut sum = crate::state::CheckSum::new();
-    sum.add(format!("{:?}", checkpoint.config.shape).as_bytes());
-    for matrix in checkpoint.weights.matrices() {
-        sum.add(format!("{} {}", matrix.name, matrix.bits.count()).as_bytes());
-    }
-    for layer in &checkpoint.weights.layers {
-        let codes = &layer.moe.router.codes;
-        sum.add(&codes[..ROUTER_BYTES.min(codes.len())]);
-        layer.mixer_norm.iter().chain(&layer.moe_norm).for_each(|x| sum.add(&x.to_le_bytes()));
-    }
-    sum.value()
-}
-
 /// Addresses one behind the other.
 struct Carver {
     end: usize,

@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 use std::sync::Arc;
 
+use lily_backend::export::{CheckSum, read};
 use lily_backend::{Error, Result, Ticket};
 use lily_model::Shape;
 
@@ -325,34 +326,3 @@ impl State {
 
 /// First bytes of an export: what it is and the version of its layout.
 const MAGIC: &[u8; 17] = b"lily-cuda-state 1";
-
-/// Reads exactly; a short input is a damaged export, not an I/O failure.
-fn read(from: &mut dyn Read, bytes: &mut [u8]) -> Result<()> {
-    from.read_exact(bytes).map_err(|e| match e.kind() {
-        std::io::ErrorKind::UnexpectedEof => Error::BadExport("it ends too early".into()),
-        _ => Error::Io(e),
-    })
-}
-
-/// A 64-bit sum that notices damage, not intent: words are mixed one after the other by a multiplication and a shift.
-pub(crate) struct CheckSum(u64);
-
-impl CheckSum {
-    pub(crate) fn new() -> CheckSum {
-        CheckSum(0xCBF2_9CE4_8422_2325)
-    }
-
-    pub(crate) fn add(&mut self, bytes: &[u8]) {
-        let (words, rest) = bytes.as_chunks::<8>();
-        let mut last = [0; 8];
-        last[..rest.len()].copy_from_slice(rest);
-        for word in words.iter().chain((!rest.is_empty()).then_some(&last)) {
-            self.0 = (self.0 ^ u64::from_le_bytes(*word)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-            self.0 ^= self.0 >> 32;
-        }
-    }
-
-    pub(crate) fn value(&self) -> u64 {
-        self.0
-    }
-}

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use lily_backend::{
-    Caps, Error, Input, LogProbs, Result, Row, RowOutput, SampledToken, SamplingParams, StageOutput, StateId, Step,
-    Ticket, Want,
+    Caps, Error, Input, LogProbs, Result, Row, RowOutput, SampledToken, SamplingParams, StageOutput, Standing, StateId,
+    Step, Ticket, Want,
 };
 
 use crate::device::{Buffer, Event};
@@ -105,57 +105,22 @@ pub(crate) fn check(
     states: &BTreeMap<u32, State>,
     pending: &VecDeque<Pending>,
 ) -> Result<Vec<CheckedRow>> {
-    let refuse = |reason: String| Err(Error::BadStep(reason));
-    if pending.len() >= caps.steps_in_flight {
-        return refuse(format!("{} steps are in flight; wait for the first", pending.len()));
-    }
-    if step.rows.is_empty() || step.rows.len() > caps.max_rows {
-        return refuse(format!("{} rows; a step may have 1 to {}", step.rows.len(), caps.max_rows));
-    }
-    for (index, row) in step.rows.iter().enumerate() {
-        if step.rows[..index].iter().any(|other| other.state == row.state) {
-            return refuse(format!("state {} stands in two rows", row.state.0));
-        }
-        let masked = matches!(&row.want, Want::Token(params) if params.masked);
-        if masked && pending.iter().any(|step| step.states.contains(&row.state)) {
-            return refuse(format!("row {index} is masked while another step of its state is in flight"));
-        }
-    }
-    let rows = step.rows.into_iter().enumerate();
-    rows.map(|(index, row)| check_row(index, row, caps, states)).collect()
-}
-
-fn check_row(index: usize, row: Row, caps: &Caps, states: &BTreeMap<u32, State>) -> Result<CheckedRow> {
-    let bad = |reason: String| Error::BadStep(format!("row {index}: {reason}"));
-    let refuse = |reason: String| Err(bad(reason));
-    let Row { state: id, input, want } = row;
-    let state = states.get(&id.0).ok_or(Error::Unknown { what: "state", id: id.0.into() })?;
-    if state.lost {
-        return Err(Error::StateLost(id.0));
-    }
-    if let Some(ticket) = state.awaits_mask {
-        return refuse(format!("its state waits for the mask of ticket {}", ticket.0));
-    }
-    let ids = match (input, state.sampled) {
-        (Input::Tokens(ids), _) => Some(ids),
-        (Input::PreviousSample, Sampled::Nothing) => {
-            return refuse("the state's last step sampled no token".into());
-        }
-        (Input::PreviousSample, _) => None,
-    };
-    let row = CheckedRow { state: id, ids, want };
-    if row.len() == 0 || row.len() > caps.max_chunk {
-        return refuse(format!("{} tokens; a row may have 1 to {}", row.len(), caps.max_chunk));
-    }
-    if let Some(token) = row.ids.iter().flatten().find(|token| **token as usize >= caps.vocab) {
-        return refuse(format!("token {token} is outside the vocabulary of {}", caps.vocab));
-    }
-    let (position, capacity) = (state.position(), state.capacity());
-    if row.len() > capacity - position {
-        return Err(Error::ContextFull { position, more: row.len(), capacity });
-    }
-    if let Want::Token(params) = &row.want {
-        params.check(caps.vocab).map_err(bad)?;
-    }
-    Ok(row)
+    let in_flight = pending.iter().map(|step| &step.states[..]);
+    lily_backend::check_step(&step, caps, in_flight, |id| {
+        states.get(&id.0).map(|state| Standing {
+            position: state.position(),
+            capacity: state.capacity(),
+            lost: state.lost,
+            awaits_mask: state.awaits_mask,
+            has_sample: state.sampled != Sampled::Nothing,
+        })
+    })?;
+    let rows = step.rows.into_iter().map(|Row { state, input, want }| {
+        let ids = match input {
+            Input::Tokens(ids) => Some(ids),
+            Input::PreviousSample => None,
+        };
+        CheckedRow { state, ids, want }
+    });
+    Ok(rows.collect())
 }

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 
+use lily_backend::export::read;
 use lily_backend::{Error, Result, SamplingParams, Ticket};
 use lily_model::Shape;
 use sha2::{Digest, Sha256};
@@ -278,7 +279,7 @@ impl State {
         let refuse = |reason: String| Err(Error::BadExport(reason));
         let mut hash = Sha256::new();
         let mut get = |bytes: &mut [u8]| -> Result<()> {
-            read_exactly(from, bytes)?;
+            read(from, bytes)?;
             hash.update(&*bytes);
             Ok(())
         };
@@ -314,7 +315,7 @@ impl State {
             gpu.write(slice, &bytes)?;
         }
         let mut stored = [0; 32];
-        read_exactly(from, &mut stored)?;
+        read(from, &mut stored)?;
         match stored == <[u8; 32]>::from(hash.finalize()) {
             true => Ok(()),
             false => refuse("its checksum is wrong: the data was damaged".into()),
@@ -324,11 +325,3 @@ impl State {
 
 /// First bytes of an export: what it is and the version of its layout.
 const MAGIC: &[u8; 18] = b"lily-metal-state 1";
-
-/// Reads exactly; a short input is a damaged export, not an I/O failure.
-fn read_exactly(from: &mut dyn Read, bytes: &mut [u8]) -> Result<()> {
-    from.read_exact(bytes).map_err(|e| match e.kind() {
-        std::io::ErrorKind::UnexpectedEof => Error::BadExport("it ends too early".into()),
-        _ => Error::Io(e),
-    })
-}

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use lily_backend::{
-    Caps, Error, Input, Result, Row, RowOutput, SampledToken, SamplingParams, StageOutput, StateId, Step, Ticket, Want,
+    Caps, Error, Result, RowOutput, SampledToken, SamplingParams, StageOutput, Standing, StateId, Step, Ticket,
 };
 use lily_model::Shape;
 
@@ -125,87 +125,14 @@ pub(crate) fn check(
     states: &BTreeMap<u32, State>,
     pending: &VecDeque<Pending>,
 ) -> Result<()> {
-    let refuse = |reason: String| Err(Error::BadStep(reason));
-    if pending.len() >= caps.steps_in_flight {
-        return refuse(format!("{} steps are in flight; wait for the first", pending.len()));
-    }
-    if step.rows.is_empty() || step.rows.len() > caps.max_rows {
-        return refuse(format!("{} rows; a step may have 1 to {}", step.rows.len(), caps.max_rows));
-    }
-    for (index, row) in step.rows.iter().enumerate() {
-        if step.rows[..index].iter().any(|other| other.state == row.state) {
-            return refuse(format!("state {} stands in two rows", row.state.0));
-        }
-        let masked = matches!(&row.want, Want::Token(params) if params.masked);
-        if masked && pending.iter().any(|step| step.states.contains(&row.state)) {
-            return refuse(format!("row {index} is masked while another step of its state is in flight"));
-        }
-        check_row(index, row, caps, states)?;
-    }
-    Ok(())
-}
-
-fn check_row(index: usize, row: &Row, caps: &Caps, states: &BTreeMap<u32, State>) -> Result<()> {
-    let refuse = |reason: String| Err(Error::BadStep(format!("row {index}: {reason}")));
-    let id = row.state.0;
-    let state = states.get(&id).ok_or(Error::Unknown { what: "state", id: id.into() })?;
-    if state.lost {
-        return Err(Error::StateLost(id));
-    }
-    if let Some(ticket) = state.awaits_mask {
-        return refuse(format!("its state waits for the mask of ticket {}", ticket.0));
-    }
-    let tokens = match &row.input {
-        Input::Tokens(ids) => {
-            if let Some(token) = ids.iter().find(|token| **token as usize >= caps.vocab) {
-                return refuse(format!("token {token} is outside the vocabulary of {}", caps.vocab));
-            }
-            ids.len()
-        }
-        Input::PreviousSample if matches!(state.sampled, Sampled::None) => {
-            return refuse("the state's last step sampled no token".into());
-        }
-        Input::PreviousSample => 1,
-    };
-    if tokens == 0 || tokens > caps.max_chunk {
-        return refuse(format!("{tokens} tokens; a row may have 1 to {}", caps.max_chunk));
-    }
-    let (position, capacity) = (state.position(), state.capacity());
-    if tokens > capacity - position {
-        return Err(Error::ContextFull { position, more: tokens, capacity });
-    }
-    match &row.want {
-        Want::Token(params) => check_sampling(params, caps.vocab).or_else(refuse),
-        _ => Ok(()),
-    }
-}
-
-/// Biases beyond this could turn a finite logit into an infinite one.
-const LARGEST_BIAS: f32 = 1e30;
-
-/// Checks sampling parameters, so that no step of the sampling can make NaN.
-fn check_sampling(p: &SamplingParams, vocab: usize) -> std::result::Result<(), String> {
-    let ranges = [
-        ("temperature", p.temperature, 0.0, f32::MAX),
-        ("top_p", p.top_p, f32::MIN_POSITIVE, f32::MAX),
-        ("min_p", p.min_p, 0.0, 1.0),
-        ("repetition_penalty", p.repetition_penalty, f32::MIN_POSITIVE, f32::MAX),
-        ("presence_penalty", p.presence_penalty, -LARGEST_BIAS, LARGEST_BIAS),
-        ("frequency_penalty", p.frequency_penalty, -LARGEST_BIAS, LARGEST_BIAS),
-    ];
-    for (name, value, least, most) in ranges {
-        if !(least..=most).contains(&value) {
-            return Err(format!("{name} is {value}"));
-        }
-    }
-    if p.vocab_limit == 0 {
-        return Err("vocab_limit is 0: it allows no token".into());
-    }
-    for (id, bias) in p.logit_bias.iter() {
-        let is_ban = *bias == f32::NEG_INFINITY;
-        if *id as usize >= vocab || !(is_ban || bias.abs() <= LARGEST_BIAS) {
-            return Err(format!("logit bias {bias} of token {id}, in a vocabulary of {vocab}"));
-        }
-    }
-    Ok(())
+    let in_flight = pending.iter().map(|step| &step.states[..]);
+    lily_backend::check_step(step, caps, in_flight, |id| {
+        states.get(&id.0).map(|state| Standing {
+            position: state.position(),
+            capacity: state.capacity(),
+            lost: state.lost,
+            awaits_mask: state.awaits_mask,
+            has_sample: !matches!(state.sampled, Sampled::None),
+        })
+    })
 }
