@@ -206,14 +206,19 @@ impl ChatTemplate {
     /// Runs the template as transformers does: `messages`, `tools` and `variables` reach it as they are.
     ///
     /// # Errors
-    /// [`ChatError::Raised`] if the template raises, [`ChatError::Render`] if it fails, [`ChatError::TooMuchWork`]
-    /// or [`ChatError::Untraceable`] if it is no template for this purpose.
+    /// [`ChatError::Input`] for tools that are a text, [`ChatError::Raised`] if the template raises,
+    /// [`ChatError::Render`] if it fails, [`ChatError::TooMuchWork`] or [`ChatError::Untraceable`] if it is no template
+    /// for this purpose.
     pub fn render(
         &self,
         messages: &Value,
         tools: &Value,
         variables: &Map<String, Value>,
     ) -> Result<Rendered, ChatError> {
+        // A template would go through it character by character. transformers refuses it as well.
+        if tools.is_string() {
+            normalize_tools(tools)?;
+        }
         let input = self.input(messages, tools, variables);
         let marks = input.taken(&self.source).free_marks().ok_or(ChatError::Untraceable)?;
         let traced = template::render(&self.source, &input, marks)?;

@@ -336,6 +336,15 @@ fn tools_keep_their_text() {
 }
 
 #[test]
+fn tools_that_are_a_text_are_refused() {
+    let messages = json!([{"role": "user", "content": "q"}]);
+    for text in ["", "a", "get_weather"] {
+        let error = template().render(&messages, &text.into(), &Map::new()).unwrap_err();
+        assert!(matches!(&error, ChatError::Input { field, .. } if field == "tools"), "{text:?}: {error}");
+    }
+}
+
+#[test]
 fn what_cannot_be_read_is_refused_by_name() {
     let refused = |messages: Value| render(messages).unwrap_err().to_string();
     let user = |content: Value| json!([{"role": "system"}, {"role": "user", "content": content}]);
