@@ -5,12 +5,11 @@
 //! The intrinsics are not stable in Rust, so the instructions are written out.
 
 use std::arch::asm;
-use std::arch::x86_64::_mm512_loadu_si512;
+use std::arch::x86_64::{_mm512_loadu_ps, _mm512_loadu_si512, _mm512_storeu_ps};
 use std::marker::PhantomData;
-use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use super::avx512::{DEPTH, Tile, add_group, load, store, unpack};
+use super::avx512::{DEPTH, Tile, add_group, unpack};
 use super::{MOST_TOKENS, Place, TILE_ROWS};
 use crate::kernels::activations::{GROUP, Inputs, Tokens};
 use crate::kernels::gemv::{Packed, PackedRows};
@@ -41,6 +40,7 @@ pub(super) fn gemm(w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>, rows: Ran
         scales: [[0.0; TILE_TOKENS]; DEPTH],
         sums: [[0.0; TILE_TOKENS]; DEPTH],
     };
+    let mut products = [Products([[[0; TILE_ROWS]; TILE_TOKENS]; 2]); DEPTH];
     let mut sums = [[[0.0; TILE_ROWS]; MOST_TOKENS]; BAND];
     for row in (0..rows.len()).step_by(BAND * TILE_ROWS) {
         let height = rows.len() - row;
@@ -62,14 +62,10 @@ pub(super) fn gemm(w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>, rows: Ran
                     block.set(t, x.row(tokens.start + from + t), group, depth);
                 }
                 for (tile, sums) in band[..tiles].iter().zip(&mut sums) {
-                    let sums = &mut sums[from..];
-                    // What a tail computes beyond the last token meets old inputs and is not stored.
-                    match some.div_ceil(4) {
-                        1 => multiply::<4>(&registers, tile, &block, depth, sums),
-                        2 => multiply::<8>(&registers, tile, &block, depth, sums),
-                        3 => multiply::<12>(&registers, tile, &block, depth, sums),
-                        _ => multiply::<16>(&registers, tile, &block, depth, sums),
+                    for g in 0..depth {
+                        registers.multiply(&block.values[g], &tile.codes[g], &mut products[g]);
                     }
+                    add(&products, tile, &block, &mut sums[from..from + some]);
                 }
             }
         }
@@ -85,9 +81,12 @@ pub(super) fn gemm(w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>, rows: Ran
 }
 
 impl Block {
-    /// Token `t` becomes groups `group .. group + depth` of `x`.
+    /// Token `t` becomes groups `group .. group + depth` of `x`; groups beyond them count for nothing.
     #[inline(always)]
     fn set(&mut self, t: usize, x: Inputs<'_>, group: usize, depth: usize) {
+        for g in depth..DEPTH {
+            (self.scales[g][t], self.sums[g][t]) = (0.0, 0.0);
+        }
         for g in 0..depth {
             let values = &x.values[(group + g) * GROUP..][..GROUP];
             for (i, values) in values.as_chunks::<{ GROUP / 2 }>().0.iter().enumerate() {
@@ -100,30 +99,27 @@ impl Block {
     }
 }
 
-/// Adds the products of the tile with the first `TOKENS` tokens of the block to `sums`.
+/// Adds the products of a tile with the tokens of a block to the sums of the tokens.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn multiply<const TOKENS: usize>(
-    registers: &Registers,
-    tile: &Tile,
-    block: &Block,
-    depth: usize,
-    sums: &mut [[f32; TILE_ROWS]],
-) {
-    let sums = &mut sums[..TOKENS].as_chunks_mut::<TOKENS>().0[0];
-    let mut held = load(sums);
-    for g in 0..depth {
-        let products = registers.multiply(&block.values[g], &tile.codes[g]);
-        for t in 0..TOKENS {
+fn add(products: &[Products; DEPTH], tile: &Tile, block: &Block, sums: &mut [[f32; TILE_ROWS]]) {
+    for (t, sums) in sums.iter_mut().enumerate() {
+        // SAFETY: 16 floats.
+        let mut sum = unsafe { _mm512_loadu_ps(sums.as_ptr()) };
+        for g in 0..DEPTH {
             // SAFETY: 16 numbers each.
-            let products = unsafe {
-                [_mm512_loadu_si512(products[0][t].as_ptr().cast()), _mm512_loadu_si512(products[1][t].as_ptr().cast())]
-            };
-            held[t] = add_group(held[t], tile, g, products, block.scales[g][t], block.sums[g][t]);
+            let products = products[g].0.each_ref().map(|rows| unsafe { _mm512_loadu_si512(rows[t].as_ptr().cast()) });
+            sum = add_group(sum, tile, g, products, block.scales[g][t], block.sums[g][t]);
         }
+        // SAFETY: 16 floats.
+        unsafe { _mm512_storeu_ps(sums.as_mut_ptr(), sum) };
     }
-    store(&held, sums);
 }
+
+/// Of a group of 16 tokens with 16 rows: `[high and low bytes, token, row]`.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Products([[[i32; TILE_ROWS]; TILE_TOKENS]; 2]);
 
 /// The tile registers of this thread, each 16 rows of 64 bytes, for as long as it lives; then the thread is without them
 /// again, which makes it cheaper to switch from.
@@ -145,14 +141,14 @@ impl Registers {
         Registers(PhantomData)
     }
 
-    /// The products of 16 tokens' high and low bytes with 16 rows, `[high and low, token, row]`.
+    /// The products of 16 tokens' high and low bytes with 16 rows.
     #[inline(always)]
     fn multiply(
         &self,
         [high, low]: &[[[i8; GROUP]; TILE_TOKENS]; 2],
         codes: &[[u8; 4 * TILE_ROWS]; GROUP / 4],
-    ) -> [[[i32; TILE_ROWS]; TILE_TOKENS]; 2] {
-        let mut products = MaybeUninit::<[[[i32; TILE_ROWS]; TILE_TOKENS]; 2]>::uninit();
+        products: &mut Products,
+    ) {
         // SAFETY: the registers are configured; each load reads and each store writes 16 rows of 64 bytes.
         unsafe {
             asm!(
@@ -163,17 +159,17 @@ impl Registers {
                 "tdpbsud tmm0, tmm2, tmm4",
                 "tileloadd tmm3, [{low} + {stride} * 1]",
                 "tdpbsud tmm1, tmm3, tmm4",
-                "tilestored [{to} + {stride} * 1], tmm0",
-                "tilestored [{to} + {stride} * 1 + 1024], tmm1",
+                "tilestored [{products_high} + {stride} * 1], tmm0",
+                "tilestored [{products_low} + {stride} * 1], tmm1",
                 codes = in(reg) codes,
                 high = in(reg) high,
                 low = in(reg) low,
-                to = in(reg) products.as_mut_ptr(),
+                products_high = in(reg) &mut products.0[0],
+                products_low = in(reg) &mut products.0[1],
                 stride = in(reg) STRIDE,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _,
                 options(nostack, preserves_flags),
             );
-            products.assume_init()
         }
     }
 }

@@ -50,7 +50,7 @@ pub(super) fn unpack(bits: Bits, rows: &[PackedRows<'_>; TILE_ROWS], group: usiz
     }
 }
 
-/// The BF16 values of groups `group .. group + depth` of the rows, in f32.
+/// The BF16 values of groups `group .. group + depth` of the rows, in f32; then zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn widen_columns(rows: [&[u8]; TILE_ROWS], group: usize, depth: usize, to: &mut [[f32; TILE_ROWS]; DEPTH]) {
@@ -61,7 +61,7 @@ fn widen_columns(rows: [&[u8]; TILE_ROWS], group: usize, depth: usize, to: &mut 
     // Value g of the row of each lane into the high half of the lane.
     let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     let first = _mm512_slli_epi32::<18>(lanes);
-    for (g, to) in to[..depth].iter_mut().enumerate() {
+    for (g, to) in to.iter_mut().enumerate() {
         let order = _mm512_add_epi32(first, _mm512_set1_epi32((g as i32) << 16));
         let values = _mm512_maskz_permutex2var_epi16(0xaaaa_aaaa, low, order, high);
         // SAFETY: 16 floats.
@@ -148,7 +148,11 @@ fn multiply<const TOKENS: usize>(
     depth: usize,
     sums: &mut [[f32; TILE_ROWS]; TOKENS],
 ) {
-    let mut held = load(sums);
+    let mut held = [_mm512_setzero_ps(); TOKENS];
+    for t in 0..TOKENS {
+        // SAFETY: 16 floats.
+        held[t] = unsafe { _mm512_loadu_ps(sums[t].as_ptr()) };
+    }
     // Unrolled as a whole, the loop over columns would keep too much in flight and spill its sums.
     let quads_of_group = black_box(QUADS);
     for g in 0..depth {
@@ -171,7 +175,10 @@ fn multiply<const TOKENS: usize>(
             held[t] = add_group(held[t], tile, g, products[t], scale, sum);
         }
     }
-    store(&held, sums);
+    for t in 0..TOKENS {
+        // SAFETY: 16 floats.
+        unsafe { _mm512_storeu_ps(sums[t].as_mut_ptr(), held[t]) };
+    }
 }
 
 /// Adds the products of group `g` of the tile with the high and the low bytes of a token, whose scale and sum these are.
@@ -184,26 +191,4 @@ pub(super) fn add_group(held: __m512, tile: &Tile, g: usize, [high, low]: [__m51
     let product = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(high), low));
     let biased = _mm512_fmadd_ps(biases, _mm512_set1_ps(sum), held);
     _mm512_fmadd_ps(_mm512_mul_ps(product, _mm512_set1_ps(scale)), scales, biased)
-}
-
-/// The sums of some tokens in registers.
-#[inline]
-#[target_feature(enable = "avx512f")]
-pub(super) fn load<const TOKENS: usize>(sums: &[[f32; TILE_ROWS]; TOKENS]) -> [__m512; TOKENS] {
-    let mut held = [_mm512_setzero_ps(); TOKENS];
-    for t in 0..TOKENS {
-        // SAFETY: 16 floats.
-        held[t] = unsafe { _mm512_loadu_ps(sums[t].as_ptr()) };
-    }
-    held
-}
-
-/// And back.
-#[inline]
-#[target_feature(enable = "avx512f")]
-pub(super) fn store<const TOKENS: usize>(held: &[__m512; TOKENS], sums: &mut [[f32; TILE_ROWS]; TOKENS]) {
-    for t in 0..TOKENS {
-        // SAFETY: 16 floats.
-        unsafe { _mm512_storeu_ps(sums[t].as_mut_ptr(), held[t]) };
-    }
 }
