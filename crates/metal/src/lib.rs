@@ -1,13 +1,13 @@
 //! The Metal backend: the model behind [`lily_backend::Backend`], on the GPU of a Mac.
 //!
-//! - `forward`: the forward pass, one function per block;
+//! - `forward`: the forward pass of one token, one function per block; `prefill`: that of many; `trace`: their stages;
 //! - `kernels`: shaders, each with its wrapper beside it;
 //! - `plan`: what is decided at load; `state`: what a session keeps; `step`: the checks of a step and its results; `sample`:
 //!   sampling on the host, but for the highest logit, which the GPU finds;
 //! - `device`: the trait that a GPU implements, `macos` on a Mac and the emulator of `lily-metal-emu` in tests.
 //!
-//! A step is encoded token by token through the kernels of decode, a few tokens to a command buffer, and returns at once.
-//! A second step may follow before the first is waited for; the token that the first one samples stays on the GPU.
+//! A step is encoded as a few command buffers and returns at once. A second step may follow before the first is waited for; the
+//! token that the first one samples stays on the GPU.
 //! Activations are f32.
 
 #![warn(missing_docs)]
@@ -24,11 +24,13 @@ mod kernels;
 #[expect(unsafe_code, reason = "Metal is called, and memory that it shares is copied; each with its SAFETY note")]
 mod macos;
 mod plan;
+mod prefill;
 mod sample;
 mod state;
 mod step;
 #[cfg(test)]
 mod tests;
+mod trace;
 
 use lily_backend::{Backend, Result};
 use lily_model::Checkpoint;
@@ -57,12 +59,12 @@ pub struct LoadOptions {
     pub kv: KvDtype,
     /// Longest context of a state in tokens; `None`: what the model was trained for.
     pub max_context: Option<usize>,
-    /// Most tokens of a row in one step. Tokens go through the model one by one, so more of them only make a step longer.
-    pub max_chunk: usize,
+    /// Most tokens of a row in one step; `None`: as many as the memory of the device is good for.
+    pub max_chunk: Option<usize>,
 }
 
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
-        LoadOptions { kv: KvDtype::Bf16, max_context: None, max_chunk: 64 }
+        LoadOptions { kv: KvDtype::Bf16, max_context: None, max_chunk: None }
     }
 }

@@ -8,6 +8,7 @@ use lily_backend::{Error, Result};
 use lily_model::{AttentionWeights, Bits, Checkpoint, DeltaWeights, Mixer, MoeWeights, QuantMatrix, Shape};
 use sha2::{Digest, Sha256};
 
+use crate::LoadOptions;
 use crate::device::{Buffer, Gpu, Slice, float_bytes};
 use crate::kernels::attention::{Attention, MOST_SPLITS};
 use crate::kernels::delta::{Delta, DeltaVectors};
@@ -15,6 +16,7 @@ use crate::kernels::embed::Embed;
 use crate::kernels::gemv::{Candidates, Gemv, Head, Residual};
 use crate::kernels::moe::{Experts, Moe, Routed};
 use crate::kernels::{Builder, Matrix, Stream, stream_groups};
+use crate::prefill::PrefillPlan;
 use crate::state::KvDtype;
 
 /// The decisions.
@@ -27,6 +29,7 @@ pub(crate) struct Plan {
     pub(crate) final_norm: Slice,
     pub(crate) head: Matrix,
     pub(crate) scratch: Scratch,
+    pub(crate) prefill: PrefillPlan,
     /// Of checkpoint and KV dtype: exports belong to one.
     pub(crate) fingerprint: [u8; 32],
     pub(crate) weight_bytes: usize,
@@ -99,7 +102,8 @@ pub(crate) struct Scratch {
 }
 
 impl Plan {
-    pub(crate) fn new(gpu: &mut dyn Gpu, checkpoint: &Checkpoint, kv: KvDtype) -> Result<Plan> {
+    pub(crate) fn new(gpu: &mut dyn Gpu, checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Plan> {
+        let kv = options.kv;
         let shape = checkpoint.config.shape.clone();
         let weights = &checkpoint.weights;
         check_shape(&shape)?;
@@ -141,6 +145,7 @@ impl Plan {
         let final_norm = arena.vector(gpu, &weights.norm)?;
         weight_bytes += arena.bytes;
         let (scratch, scratch_bytes) = Scratch::new(gpu, &shape, kernels.head.candidates())?;
+        let prefill = PrefillPlan::new(gpu, &shape, kv, options.max_chunk, available.saturating_sub(weight_bytes))?;
         let fingerprint = fingerprint(checkpoint, kv);
         Ok(Plan {
             shape,
@@ -150,9 +155,10 @@ impl Plan {
             final_norm,
             head,
             scratch,
+            scratch_bytes: scratch_bytes + prefill.bytes,
+            prefill,
             fingerprint,
             weight_bytes,
-            scratch_bytes,
         })
     }
 
@@ -285,6 +291,7 @@ pub(crate) fn whole(matrix: &QuantMatrix) -> Rows<'_> {
 }
 
 /// A buffer that is filled from its beginning.
+#[derive(Clone)]
 pub(crate) struct Arena {
     buffer: Buffer,
     used: usize,
@@ -299,10 +306,20 @@ impl Arena {
         Ok(Arena { buffer: gpu.buffer(bytes, what)?, used: 0, bytes })
     }
 
+    /// What a piece of `bytes` bytes takes.
+    pub(crate) fn room(bytes: usize) -> usize {
+        bytes.next_multiple_of(ALIGNMENT)
+    }
+
+    /// Room for pieces that take `bytes` bytes by [`Arena::room`].
+    pub(crate) fn exact(gpu: &mut dyn Gpu, bytes: usize, what: &str) -> Result<Arena> {
+        Ok(Arena { buffer: gpu.buffer(bytes, what)?, used: 0, bytes })
+    }
+
     /// The next `bytes` bytes.
     pub(crate) fn take(&mut self, bytes: usize) -> Slice {
         let offset = self.used;
-        self.used = (offset + bytes).next_multiple_of(ALIGNMENT);
+        self.used = offset + Arena::room(bytes);
         assert!(offset + bytes <= self.bytes, "an arena of {} bytes was planned too small", self.bytes);
         Slice { buffer: self.buffer, offset, bytes }
     }

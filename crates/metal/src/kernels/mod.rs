@@ -1,12 +1,18 @@
 //! The kernels: each family's shader, with the wrapper that plans and encodes it beside it.
 //!
+//! Kernels of one token and kernels of many, `*_rows` and `gemm`, `route`, share what stands in `common`, `choice` and `heads`.
 //! A wrapper is made once, at load: it knows its pipeline and its grid. Encoding checks nothing.
 
 pub(crate) mod attention;
+pub(crate) mod attention_rows;
 pub(crate) mod delta;
+pub(crate) mod delta_rows;
 pub(crate) mod embed;
+pub(crate) mod gemm;
 pub(crate) mod gemv;
 pub(crate) mod moe;
+pub(crate) mod route;
+pub(crate) mod rows;
 #[cfg(test)]
 mod tests;
 

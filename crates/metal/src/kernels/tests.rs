@@ -89,8 +89,7 @@ impl Bench {
     }
 
     fn run(&mut self) {
-        let commands = std::mem::take(&mut self.pass).commands;
-        let commit = self.gpu.commit(commands).expect("accepted");
+        let commit = self.pass.commit(&mut self.gpu).expect("accepted").expect("something to run");
         self.gpu.wait(commit).expect("run without a fault");
     }
 

@@ -14,7 +14,7 @@ use crate::emulated::Emulated;
 use crate::{KvDtype, LoadOptions};
 
 fn load_with(checkpoint: &Checkpoint, kv: KvDtype, order: u32) -> MetalBackend<Emulated> {
-    let options = LoadOptions { kv, max_context: Some(1024), max_chunk: 64 };
+    let options = LoadOptions { kv, max_context: Some(1024), max_chunk: Some(160) };
     MetalBackend::load(Emulated::new(order), checkpoint, &options).expect("loaded")
 }
 
