@@ -188,6 +188,9 @@ pub(crate) trait Gpu: Send {
     /// Copies bytes into a slice.
     fn write(&mut self, to: Slice, from: &[u8]) -> Result<()>;
 
+    /// All bytes of a buffer, to be written by the host.
+    fn contents(&mut self, buffer: Buffer) -> Result<&mut [u8]>;
+
     /// Copies between slices of equal length that do not overlap.
     fn copy(&mut self, from: Slice, to: Slice) -> Result<()>;
 

@@ -2,7 +2,7 @@
 //!
 //! - `forward`: the forward pass of one token, one function per block; `prefill`: that of many; `trace`: their stages;
 //! - `kernels`: shaders, each with its wrapper beside it;
-//! - `plan`: what is decided at load; `state`: what a session keeps; `step`: the checks of a step and its results; `sample`:
+//! - `plan`: what is decided at load; `load`: how weights come into device memory; `state`: what a session keeps; `step`: the checks of a step and its results; `sample`:
 //!   sampling on the host, but for the highest logit, which the GPU finds;
 //! - `device`: the trait that a GPU implements, `macos` on a Mac and the emulator of `lily-metal-emu` in tests.
 //!
@@ -20,6 +20,7 @@ mod device;
 mod emulated;
 mod forward;
 mod kernels;
+mod load;
 #[cfg(target_os = "macos")]
 #[expect(unsafe_code, reason = "Metal is called, and memory that it shares is copied; each with its SAFETY note")]
 mod macos;
@@ -33,8 +34,9 @@ mod tests;
 mod trace;
 
 use lily_backend::{Backend, Result};
-use lily_model::Checkpoint;
+use lily_model::{Checkpoint, Shape};
 
+pub use kernels::KernelReport;
 pub use state::KvDtype;
 
 /// The model on this Mac's GPU: compiles the kernels and copies the weights.
@@ -49,6 +51,20 @@ pub fn load(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Box<dyn Ba
 /// There is no Metal here: [`Unavailable`](lily_backend::Error::Unavailable).
 #[cfg(not(target_os = "macos"))]
 pub fn load(_checkpoint: &Checkpoint, _options: &LoadOptions) -> Result<Box<dyn Backend>> {
+    Err(lily_backend::Error::Unavailable { name: "metal", reason: "it needs a Mac".into() })
+}
+
+/// What this Mac makes of every kernel for a shape: each is compiled, whatever becomes of the others.
+///
+/// Fails as [`load`] does where there is no GPU for them.
+#[cfg(target_os = "macos")]
+pub fn survey(shape: &Shape, kv: KvDtype) -> Result<Vec<KernelReport>> {
+    plan::survey(&mut macos::MacGpu::open()?, shape, kv)
+}
+
+/// There is no Metal here: [`Unavailable`](lily_backend::Error::Unavailable).
+#[cfg(not(target_os = "macos"))]
+pub fn survey(_shape: &Shape, _kv: KvDtype) -> Result<Vec<KernelReport>> {
     Err(lily_backend::Error::Unavailable { name: "metal", reason: "it needs a Mac".into() })
 }
 

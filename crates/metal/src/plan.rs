@@ -2,9 +2,10 @@
 //! which pipelines run, and the scratch memory between them.
 //!
 //! Weights keep the packed form of the checkpoint. Matrices that are read by one dispatch are stacked into one; they are copied
-//! anyway, because nothing in a published file is aligned. Memory-mapped pages that were copied are the system's to drop.
+//! anyway, because nothing in a published file is aligned. They are read from the files, so that no second copy stays in memory.
 
 use lily_backend::{Error, Result};
+use lily_model::safetensors::TensorBytes;
 use lily_model::{AttentionWeights, Bits, Checkpoint, DeltaWeights, Mixer, MoeWeights, QuantMatrix, Shape};
 use sha2::{Digest, Sha256};
 
@@ -15,7 +16,8 @@ use crate::kernels::delta::{Delta, DeltaVectors};
 use crate::kernels::embed::Embed;
 use crate::kernels::gemv::{Candidates, Gemv, Head, Residual};
 use crate::kernels::moe::{Experts, Moe, Routed};
-use crate::kernels::{Builder, Matrix, Stream, stream_groups};
+use crate::kernels::{Builder, KernelReport, Matrix, Stream, stream_groups};
+use crate::load::{self, Piece};
 use crate::prefill::PrefillPlan;
 use crate::state::KvDtype;
 
@@ -166,6 +168,15 @@ impl Plan {
     pub(crate) fn norm_before(&self, layer: usize) -> Slice {
         self.layers.get(layer).map_or(self.final_norm, |layer| layer.mixer_norm)
     }
+}
+
+/// What becomes of every pipeline for a shape.
+pub(crate) fn survey(gpu: &mut dyn Gpu, shape: &Shape, kv: KvDtype) -> Result<Vec<KernelReport>> {
+    check_shape(shape)?;
+    let mut builder = Builder::survey(gpu, shape, kv);
+    Kernels::plan(&mut builder, shape)?;
+    PrefillPlan::survey(&mut builder, shape)?;
+    Ok(builder.reports())
 }
 
 impl Kernels {
@@ -335,21 +346,22 @@ impl Arena {
     pub(crate) fn stack(&mut self, gpu: &mut dyn Gpu, parts: &[Rows<'_>]) -> Result<Matrix> {
         let inputs = parts.first().map_or(0, |(matrix, ..)| matrix.inputs);
         assert!(parts.iter().all(|(matrix, ..)| matrix.inputs == inputs), "stacked matrices have one width");
-        let mut place = |row_bytes: fn(&QuantMatrix) -> usize, bytes: fn(&QuantMatrix) -> &[u8]| -> Result<Slice> {
+        let mut pieces = Vec::with_capacity(3 * parts.len());
+        let mut place = |row_bytes: fn(&QuantMatrix) -> usize, bytes: fn(&QuantMatrix) -> &TensorBytes| {
             let all = self.take(parts.iter().map(|(matrix, _, rows)| rows * row_bytes(matrix)).sum());
-            let mut at = 0;
+            let mut to = all.offset;
             for (matrix, first, rows) in parts {
-                let (row, length) = (row_bytes(matrix), rows * row_bytes(matrix));
-                gpu.write(all.part(at, length), &bytes(matrix)[first * row..][..length])?;
-                at += length;
+                let (row, from) = (row_bytes(matrix), bytes(matrix));
+                pieces.push(Piece { to, from, start: first * row, bytes: rows * row });
+                to += rows * row;
             }
-            Ok(all)
+            all
         };
-        Ok(Matrix {
-            codes: place(QuantMatrix::row_bytes, |matrix| &matrix.codes[..])?,
-            scales: place(|matrix| 2 * matrix.groups(), |matrix| &matrix.scales[..])?,
-            biases: place(|matrix| 2 * matrix.groups(), |matrix| &matrix.biases[..])?,
-        })
+        let codes = place(QuantMatrix::row_bytes, |matrix| &matrix.codes);
+        let scales = place(|matrix| 2 * matrix.groups(), |matrix| &matrix.scales);
+        let biases = place(|matrix| 2 * matrix.groups(), |matrix| &matrix.biases);
+        load::fill(gpu, self.buffer, pieces)?;
+        Ok(Matrix { codes, scales, biases })
     }
 }
 

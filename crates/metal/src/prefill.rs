@@ -265,14 +265,11 @@ impl Sizes {
         let (chunks, pairs) = (tokens.div_ceil(CHUNK), tokens * shape.experts_per_token);
         let (rows, values, heads) = (chunks * CHUNK, shape.delta_value_width(), shape.delta_value_heads);
         let queries = shape.kv_heads * query_rows(shape, tokens) * Shape::HEAD_DIM;
-        let tiles = most_tiles(shape.experts, shape.experts_per_token, tokens) * TILE_BYTES / 4;
-        let words = |lengths: &[usize]| lengths.iter().map(|length| 4 * length).collect::<Vec<usize>>();
-        fn sized<const N: usize>(words: Vec<usize>) -> [usize; N] {
-            std::array::from_fn(|i| words[i])
-        }
+        let tiles = most_tiles(shape.experts, shape.experts_per_token, tokens) * (TILE_BYTES / 4);
+        let words = |length: usize| 4 * length;
         Sizes {
-            stream: sized(words(&[tokens * shape.hidden, tokens * shape.hidden])),
-            delta: sized(words(&[
+            stream: [tokens * shape.hidden; 2].map(words),
+            delta: [
                 tokens * shape.conv_width(),
                 tokens * (values + 2 * heads),
                 rows * shape.conv_width(),
@@ -281,14 +278,16 @@ impl Sizes {
                 chunks * heads * 2 * CHUNK,
                 rows * values,
                 tokens * values,
-            ])),
-            attention: sized(words(&[
+            ]
+            .map(words),
+            attention: [
                 tokens * 2 * shape.query_width(),
                 tokens * 2 * shape.kv_width(),
                 queries,
                 tokens * shape.query_width(),
-            ])),
-            moe: sized(words(&[
+            ]
+            .map(words),
+            moe: [
                 tokens * (shape.experts + 1),
                 pairs,
                 tokens * (shape.experts_per_token + 1),
@@ -299,7 +298,8 @@ impl Sizes {
                 pairs * shape.hidden,
                 tokens * shape.shared_width,
                 tokens * shape.hidden,
-            ])),
+            ]
+            .map(words),
         }
     }
 
@@ -319,6 +319,11 @@ fn tokens_at_once(shape: &Shape, free_bytes: usize) -> usize {
 }
 
 impl PrefillPlan {
+    /// Asks for every pipeline, and keeps none.
+    pub(crate) fn survey(builder: &mut Builder<'_>, shape: &Shape) -> Result<()> {
+        Kernels::plan(builder, shape).map(|_| ())
+    }
+
     /// For at most `max_chunk` tokens at once, or as many as `free_bytes` are good for.
     pub(crate) fn new(
         gpu: &mut dyn Gpu,

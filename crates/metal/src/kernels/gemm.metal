@@ -254,13 +254,13 @@ inline void store_swiglu(threadgroup const float* shared, uint tile, uint first,
   }
 }
 
-// act = silu(gate x) * (up x) of the shared expert, whose gate and up rows begin at row `gate_row` of the matrix.
-// x: [tokens, INPUTS]; act: [tokens, OUTPUTS / 2]
 struct SharedSpan {
   uint tokens;
+  // At which row of the matrix the shared expert's gate begins, with its up behind it.
   uint gate_row;
 };
 
+// act = silu(gate x) * (up x) of the shared expert. x: [tokens, INPUTS]; act: [tokens, OUTPUTS / 2]
 [[max_total_threads_per_threadgroup(128)]] kernel void gemm_q4_shared_swiglu(
     device const uint4* codes [[buffer(0)]], device const ushort* scales [[buffer(1)]],
     device const ushort* biases [[buffer(2)]], device const float* x [[buffer(3)]], device float* act [[buffer(4)]],
