@@ -399,7 +399,7 @@ impl Run<'_> {
             count,
         };
         let mut prefill = Prefill::new(plan, state, self.trace);
-        prefill.tokens(&tokens);
+        prefill.tokens(&tokens, if self.trace { count } else { self.heads });
         match self.logits {
             Some(logits) if self.heads == 1 => prefill.head(count, logits, self.limit.unwrap_or(vocab)),
             Some(logits) => prefill.all_logits(count, logits),

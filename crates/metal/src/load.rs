@@ -51,7 +51,10 @@ pub(crate) fn fill(gpu: &mut dyn Gpu, buffer: Buffer, mut pieces: Vec<Piece<'_>>
     let result: std::io::Result<()> = std::thread::scope(|scope| {
         let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
         let own = work();
-        others.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).fold(own, std::io::Result::and)
+        others
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|_| Err(panicked())))
+            .fold(own, std::io::Result::and)
     });
     result.map_err(Error::from)
 }

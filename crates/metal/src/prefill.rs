@@ -47,8 +47,9 @@ impl<'a> Prefill<'a> {
         Prefill { plan, state, pass: Pass::default(), marks: Marks::new(trace) }
     }
 
-    /// All layers; leaves the stream and its final norm in the scratch memory. A command buffer has one block of one layer.
-    pub(crate) fn tokens(&mut self, tokens: &Tokens) {
+    /// All layers; leaves the stream of the last `wanted` tokens and its final norm in the scratch memory. Of the others the last
+    /// layer only makes what the state needs. A command buffer has one block of one layer.
+    pub(crate) fn tokens(&mut self, tokens: &Tokens, wanted: usize) {
         let (plan, count) = (self.plan, tokens.count);
         let PrefillPlan { kernels: k, scratch: s, .. } = &plan.prefill;
         let gain = plan.norm_before(0);
@@ -57,23 +58,32 @@ impl<'a> Prefill<'a> {
         let (mut attention, mut delta) = (0, 0);
         for (index, layer) in plan.layers.iter().enumerate() {
             self.marks.add(&self.pass, Stage::of(index, Part::MixerNorm));
-            match &layer.mixer {
+            let rows = if index + 1 < plan.layers.len() { count } else { wanted };
+            let last = |all: Slice, width: usize| all.part(4 * (count - rows) * width, 4 * rows * width);
+            let shape = &plan.shape;
+            let values = last(s.stream.values, shape.hidden);
+            let stream = StreamRows { values, normed: last(s.stream.normed, shape.hidden) };
+            let (project, matrix, x) = match &layer.mixer {
                 MixerPlan::Delta { input, vectors, out } => {
                     self.delta(tokens, delta, input, vectors);
-                    k.delta_out.encode(&mut self.pass, out, s.delta.out, s.stream.values, count);
                     delta += 1;
+                    (&k.delta_out, out, last(s.delta.out, shape.delta_value_width()))
                 }
                 MixerPlan::Attention { input, query_norm, key_norm, out } => {
                     self.attention(tokens, attention, input, [*query_norm, *key_norm]);
-                    k.attention_out.encode(&mut self.pass, out, s.attention.out, s.stream.values, count);
                     attention += 1;
+                    (&k.attention_out, out, last(s.attention.out, shape.query_width()))
                 }
+            };
+            if rows == 0 {
+                break;
             }
+            project.encode(&mut self.pass, matrix, x, stream.values, rows);
             self.marks.add(&self.pass, Stage::of(index, Part::Mixer));
             self.pass.cut();
-            k.rows.encode_norm(&mut self.pass, layer.moe_norm, &s.stream, count);
+            k.rows.encode_norm(&mut self.pass, layer.moe_norm, &stream, rows);
             self.marks.add(&self.pass, Stage::of(index, Part::MoeNorm));
-            self.moe(index, layer, count);
+            self.moe(index, layer, &stream, rows);
             self.pass.cut();
         }
         self.marks.add(&self.pass, Stage::outside(Part::FinalNorm));
@@ -123,16 +133,16 @@ impl<'a> Prefill<'a> {
     }
 
     /// Router, the chosen experts and the shared expert, and the norm that comes next.
-    fn moe(&mut self, index: usize, layer: &LayerPlan, count: usize) {
+    fn moe(&mut self, index: usize, layer: &LayerPlan, stream: &StreamRows, count: usize) {
         let PrefillPlan { kernels: k, scratch: s, .. } = &self.plan.prefill;
         let (experts, MoeScratch { logits, lists, rows }) = (&layer.experts, &s.moe);
-        k.router.encode(&mut self.pass, &experts.router, s.stream.normed, *logits, count);
+        k.router.encode(&mut self.pass, &experts.router, stream.normed, *logits, count);
         self.marks.add(&self.pass, Stage::of(index, Part::Router));
         k.route.encode(&mut self.pass, *logits, lists, count);
-        k.experts.encode_swiglu(&mut self.pass, &experts.gate_up, s.stream.normed, lists, rows, count);
+        k.experts.encode_swiglu(&mut self.pass, &experts.gate_up, stream.normed, lists, rows, count);
         k.experts.encode_down(&mut self.pass, [&experts.down, &experts.shared_down], lists, rows, count);
         let gain = self.plan.norm_before(index + 1);
-        k.rows.encode_combine(&mut self.pass, rows, lists.weights, gain, &s.stream, count);
+        k.rows.encode_combine(&mut self.pass, rows, lists.weights, gain, stream, count);
         self.marks.add(&self.pass, Stage::of(index, Part::Moe));
         self.marks.add(&self.pass, Stage::of(index, Part::Layer));
     }

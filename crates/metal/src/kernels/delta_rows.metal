@@ -310,7 +310,9 @@ kernel void delta_rows_norm(device const float* o [[buffer(0)]], device const fl
                             uint2 group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]]) {
   const uint column = group.x * DELTA_HEAD_DIM + lane * LANE_CHANNELS;
   const float4 x = *(device const float4*)(o + group.y * DELTA_VALUE_WIDTH + column);
-  const float4 z = *(device const float4*)(zba + group.y * ZBA_WIDTH + column);
+  // Its rows are no whole number of four where the heads are not.
+  device const float* own_z = zba + group.y * ZBA_WIDTH + column;
+  const float4 z = float4(own_z[0], own_z[1], own_z[2], own_z[3]);
   const float4 w = *(device const float4*)(norm + lane * LANE_CHANNELS);
   const float scale = rsqrt(sum_lanes(dot(x, x)) / float(DELTA_HEAD_DIM) + RMS_EPS);
   *(device float4*)(normed + group.y * DELTA_VALUE_WIDTH + column) = x * scale * w * float4(silu(z.x), silu(z.y), silu(z.z), silu(z.w));

@@ -5,8 +5,8 @@ mod many;
 
 use lily_backend::Result;
 use lily_backend::conformance::cases::{
-    ATTENTION, AttentionCase, DELTA, DeltaCase, F32_FORMULA, F32_RECURRENCE, F32_SUMS, Generator, LINEAR, ROUTES, Tolerance,
-    assert_close, round_to_bf16,
+    ATTENTION, AttentionCase, DELTA, DeltaCase, F32_FORMULA, F32_RECURRENCE, F32_SUMS, Generator, LINEAR, ROUTES,
+    Tolerance, assert_close, round_to_bf16,
 };
 use lily_model::{Bits, Mlp, MoeWeights, QuantMatrix, Shape};
 use lily_reference::ops;

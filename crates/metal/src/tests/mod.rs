@@ -233,7 +233,8 @@ fn a_survey_names_every_kernel_and_goes_on_after_one_that_fails() {
     let mut gpu = Emulated::new(0);
     gpu.refuses = Some("delta_rows_scan");
     let reports = crate::plan::survey(&mut gpu, &lily_synth::TINY, KvDtype::Bf16).expect("a survey");
-    for kernel in ["embed", "gemv_q4_head", "attention_rows", "gemm_q4_experts_swiglu INPUTS=256 OUTPUTS=128 SPLIT=128"] {
+    for kernel in ["embed", "gemv_q4_head", "attention_rows", "gemm_q4_experts_swiglu INPUTS=256 OUTPUTS=128 SPLIT=128"]
+    {
         assert!(reports.iter().any(|report| report.name.contains(kernel)), "{kernel} is missing in {reports:?}");
     }
     let failed: Vec<&str> = reports.iter().filter(|r| r.error.is_some()).map(|r| r.name.as_str()).collect();

@@ -144,7 +144,8 @@ fn lists_of_experts_hold_every_pair_once_in_order() {
                 distinct.dedup();
                 assert!(distinct.len() == count && ids.iter().all(|id| (*id as usize) < experts), "{ids:?}");
                 if row.iter().all(|logit| logit.is_finite()) {
-                    let (expected, shares): (Vec<usize>, Vec<f32>) = ops::route(&row[..experts], count).into_iter().unzip();
+                    let (expected, shares): (Vec<usize>, Vec<f32>) =
+                        ops::route(&row[..experts], count).into_iter().unzip();
                     assert_eq!(ids, expected.iter().map(|id| *id as u32).collect::<Vec<_>>(), "{row:?}");
                     let shares = [shares, vec![ops::sigmoid(row[experts])]].concat();
                     assert_close(&weights[token * (count + 1)..][..count + 1], &shares, F32_FORMULA, "weights");
@@ -205,7 +206,8 @@ fn experts_of_many_tokens_are_chosen_and_computed_as_in_the_reference() {
             sums.encode_combine(pass, &between, lists.weights, gain, &stream, tokens);
             bench.run();
             let what = format!("{tokens} tokens, {shape:?}");
-            let got: Vec<f32> = bench.read(logits).chunks_exact(experts + 1).flat_map(|row| &row[..experts]).copied().collect();
+            let got: Vec<f32> =
+                bench.read(logits).chunks_exact(experts + 1).flat_map(|row| &row[..experts]).copied().collect();
             assert_close(&got, &rows.iter().flat_map(|row| row.logits.clone()).collect::<Vec<_>>(), F32_SUMS, &what);
             let ids: Vec<u32> = rows.iter().flat_map(|row| &row.ids).map(|id| *id as u32).collect();
             assert_eq!(bench.ids(lists.chosen), ids, "{what}");
@@ -244,8 +246,17 @@ fn the_delta_rule_of_many_tokens_is_that_of_the_reference_however_they_are_cut()
                     recalled: bench.room(4 * rows * values),
                 };
                 let out = bench.room(4 * tokens * values);
-                let args =
-                    delta_rows::Args { inputs, zba, vectors: &vectors, room: &room, ring, state, out, position, tokens };
+                let args = delta_rows::Args {
+                    inputs,
+                    zba,
+                    vectors: &vectors,
+                    room: &room,
+                    ring,
+                    state,
+                    out,
+                    position,
+                    tokens,
+                };
                 kernel.encode(&mut bench.pass, &args);
                 bench.run();
                 got.extend(bench.read(out));
