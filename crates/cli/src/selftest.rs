@@ -31,6 +31,11 @@ pub struct SelftestArgs {
     record: Option<PathBuf>,
 }
 
+/// How far two ways through the model may part in the laws: an expert that is chosen by a hair's breadth on one way and not on the
+/// other moves logits of the demo model by some tenths; measured: 0.4. A token lost or seen twice moves them by several units. How
+/// exact a device is, the cases say.
+const LAW_BUDGET: f32 = 1.0;
+
 /// Runs the command. An error if a check failed, or a device that was asked for by name is not there.
 pub fn selftest(args: &SelftestArgs) -> anyhow::Result<()> {
     if let Some(file) = &args.record {
@@ -136,16 +141,15 @@ impl Report {
     }
 
     fn laws(&mut self, model: &ModelArgs) {
-        let (budget, _) = devices::budget(model.device.backend, model.device.kv);
-        let demo = || checkpoint::demo().and_then(|demo| devices::load(model, Arc::new(demo)));
+        let loaded = || devices::load(model, Arc::new(checkpoint::demo()?));
         let load = || -> Box<dyn Backend> {
-            match demo() {
+            match loaded() {
                 Ok(device) => device,
                 Err(error) => panic::panic_any(format!("the device could not be loaded again: {error:#}")),
             }
         };
         for (name, law) in LAWS {
-            let broken = panic_of(|| law(&Subject { load: &load, budget }));
+            let broken = panic_of(|| law(&Subject { load: &load, budget: LAW_BUDGET }));
             self.line("law", &name.replace('_', " "), broken.map_or(Ok(String::new()), Err));
         }
     }
