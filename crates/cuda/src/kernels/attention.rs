@@ -33,17 +33,17 @@ impl Kernels {
         (pass.device.processors as usize / self.sizes.kv_heads).clamp(1, MAX_PARTS)
     }
 
-    /// One token of attention layer `layer`: `projected` to partial results.
+    /// One token of each of `rows` rows through attention layer `layer`: `projected` to partial results.
     pub(crate) fn attend(
         &self,
         pass: &Pass<'_>,
-        (run, layer): (Pointer, usize),
+        (run, layer, rows): (Pointer, usize, usize),
         projected: Pointer,
         (q_norm, k_norm): (Pointer, Pointer),
         (sums, values): (Pointer, Pointer),
     ) -> Result<()> {
         let parts = self.attention_parts(pass);
-        let (layer, grid, parts) = (layer as i32, (self.sizes.kv_heads * parts, 1), parts as i32);
+        let (layer, grid, parts) = (layer as i32, (self.sizes.kv_heads * parts, rows), parts as i32);
         let arguments = arguments![run, layer, parts, projected, q_norm, k_norm, sums, values];
         pass.launch(self.attend, grid, 32 * ATTEND_WARPS, arguments)
     }
@@ -52,12 +52,12 @@ impl Kernels {
     pub(crate) fn attend_combine(
         &self,
         pass: &Pass<'_>,
-        run: Pointer,
+        (run, rows): (Pointer, usize),
         projected: Pointer,
         (sums, values): (Pointer, Pointer),
         out: Pointer,
     ) -> Result<()> {
-        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads * 4, 1));
+        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads * 4, rows));
         pass.launch(self.attend_combine, grid, 256, arguments![run, parts, projected, sums, values, out])
     }
 

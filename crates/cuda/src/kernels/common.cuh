@@ -45,7 +45,8 @@ struct Run {
     // Sampling, see SamplingParams.
     u32 vocab_limit, top_k, penalty_start, masked;
     float temperature, top_p, min_p, repetition, presence, frequency;
-    u32 biases, unused;  // number of logit biases
+    u32 biases;     // number of them
+    u32 greedy;     // whether the raw logits decide alone
     u64 seed;
 };
 constexpr u32 FROM_STATE = 0xffffffffu;

@@ -16,8 +16,14 @@ struct Fixed {
     float scale, sum;
 };
 
+// A lane's part of a block in fixed point: of group g / 2 the four words of high (g even) or low bytes, its scale and its sum.
+struct FixedLane {
+    u32 words[4];
+    float scale, sum;
+};
+
 // From 16 values per lane: lane 4g + t has inputs 4t .. 4t + 3 of every sixteen of group g / 2, for high bytes if g is even.
-DEVICE void make_fixed(Fixed& x, const float* v, int lane) {
+DEVICE FixedLane fix_lane(const float* v, int lane) {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; i++) largest = fmaxf(largest, fabsf(v[i]));
@@ -34,18 +40,31 @@ DEVICE void make_fixed(Fixed& x, const float* v, int lane) {
     // Whole numbers below 2^24: exact in any order.
     sum = sum_lanes<4>(sum);
     const bool low = lane >> 2 & 1;
-    u32 own[4];
+    FixedLane own;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        own[i] = low ? fixed_bytes<false>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3])
-                     : fixed_bytes<true>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
+        own.words[i] = low ? fixed_bytes<false>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3])
+                           : fixed_bytes<true>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
+    own.scale = fixed_scale(largest);
+    own.sum = own.scale * sum;
+    return own;
+}
+
+DEVICE void make_fixed(Fixed& x, const float* v, int lane) {
+    const FixedLane own = fix_lane(v, lane);
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) x.bytes[4 * j + i] = lane >> 3 == j ? own[i] : 0u;
-    const float scale = fixed_scale(largest);
-    x.scale = __shfl_sync(FULL, scale, (lane & 3) * 8);
-    x.sum = __shfl_sync(FULL, scale * sum, (lane & 3) * 8);
+        for (int i = 0; i < 4; i++) x.bytes[4 * j + i] = lane >> 3 == j ? own.words[i] : 0u;
+    x.scale = __shfl_sync(FULL, own.scale, (lane & 3) * 8);
+    x.sum = __shfl_sync(FULL, own.sum, (lane & 3) * 8);
+}
+
+// What a group adds to an output: `dot` of codes and fixed-point inputs. One order of operations, so that one token and several
+// (batch.cu) have the same bits.
+DEVICE float group_term(u32 scale_and_bias, float scale, float sum, int high, int low) {
+    const float dot = (float)(high * 256 + low);
+    return __fmaf_rn(__fmul_rn(bf16_low(scale_and_bias), scale), dot, __fmul_rn(bf16_high(scale_and_bias), sum));
 }
 
 // Adds a block's 16 outputs into `out` [16]: lane 0 of each quad writes rows g and g + 8.
@@ -67,10 +86,8 @@ template <int BITS> DEVICE void block_times_x(const char* block, const Fixed& x,
         }
     }
     const uint2 s = *(const uint2*)(block + (BITS == 4 ? 2048 : 4096) + lane * 8);
-    const float d0 = (float)((c[0][0] + c[1][0]) * 256 + (c[0][1] + c[1][1]));
-    const float d1 = (float)((c[0][2] + c[1][2]) * 256 + (c[0][3] + c[1][3]));
-    const float y0 = sum_lanes<4>(bf16_low(s.x) * x.scale * d0 + bf16_high(s.x) * x.sum);
-    const float y1 = sum_lanes<4>(bf16_low(s.y) * x.scale * d1 + bf16_high(s.y) * x.sum);
+    const float y0 = sum_lanes<4>(group_term(s.x, x.scale, x.sum, c[0][0] + c[1][0], c[0][1] + c[1][1]));
+    const float y1 = sum_lanes<4>(group_term(s.y, x.scale, x.sum, c[0][2] + c[1][2], c[0][3] + c[1][3]));
     if ((lane & 3) == 0) {
         out[lane >> 2] = y0;
         out[(lane >> 2) + 8] = y1;
@@ -199,6 +216,17 @@ DEVICE void load16(float* v, const float* from) {
 // squares that it needs are left by warps 0 .. BLOCKS - 1, whose first block is their own number.
 constexpr int HIDDEN_BLOCKS = HIDDEN / BLOCK_INPUTS;
 static_assert(HIDDEN % BLOCK_INPUTS == 0 && HIDDEN_BLOCKS <= WARPS, "the norm needs a warp per block");
+
+// A block's values times the norm's weights; their sum of squares before that.
+DEVICE float normed(float* v, const float* weights) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; i++) sum += v[i] * v[i];
+#pragma unroll
+    for (int i = 0; i < 16; i++) v[i] *= weights[i];
+    // High and low lanes hold the same values.
+    return sum_lanes<32>(sum) * 0.5f;
+}
 template <class T> DEVICE void load_normed(const T&, Fixed& x, int block, int lane, int warp, const float* h, const float* fetched, const float* weight,
                         float* squares) {
     float v[16];
@@ -212,17 +240,14 @@ template <class T> DEVICE void load_normed(const T&, Fixed& x, int block, int la
     } else {
         w = (const float4*)(weight + lane_start(block, lane));
     }
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 16; i++) sum += v[i] * v[i];
+    float weights[16];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float4 q = w[4 * i];
-        v[4 * i] *= q.x, v[4 * i + 1] *= q.y, v[4 * i + 2] *= q.z, v[4 * i + 3] *= q.w;
+        weights[4 * i] = q.x, weights[4 * i + 1] = q.y, weights[4 * i + 2] = q.z, weights[4 * i + 3] = q.w;
     }
+    const float sum = normed(v, weights);
     make_fixed(x, v, lane);
-    // High and low lanes hold the same values.
-    sum = sum_lanes<32>(sum) * 0.5f;
     if (warp == block && lane == 0) squares[warp] = sum;
 }
 DEVICE float norm_scale(const float* squares) {
@@ -266,14 +291,19 @@ struct Residual {
     }
 };
 
-// ---- Output projection of a delta layer, added to h. x [VALUE_WIDTH] lacks the scale of the gated norm, which follows from the
-// sums of squares [value head, 4].
+// ---- Output projections, added to h. x [QUERY_WIDTH] of an attention layer; that of a delta layer [VALUE_WIDTH] lacks the scale of the
+// gated norm, which follows from the sums of squares [value head, 4].
 constexpr int VALUE_BLOCKS = (VALUE_WIDTH + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
-KERNEL(THREADS, 2) delta_output(const char* weights, const float* x_in, const float* squares, float* h) {
-    typedef Tiles<VALUE_BLOCKS, 4> T;
-    __shared__ T::Shared shared;
+constexpr int QUERY_BLOCKS = QUERY_WIDTH / BLOCK_INPUTS;
+DEVICE float gated_norm_scale(const float* squares, int k) {
+    const float4 s = load_cg((const float4*)squares + k / DELTA_HEAD);
+    return inverse_root((s.x + s.y + s.z + s.w) / DELTA_HEAD + RMS_EPS);
+}
+template <int BLOCKS, bool NORMED> DEVICE void output(const char* weights, const float* x_in, const float* squares, float* h) {
+    typedef Tiles<BLOCKS, 4> T;
+    __shared__ typename T::Shared shared;
     T t(dynamic_shared, HIDDEN / 16);
-    auto address = [&](int tile, int block) { return weights + ((u64)tile * VALUE_BLOCKS + block) * BLOCK4; };
+    auto address = [&](int tile, int block) { return weights + ((u64)tile * BLOCKS + block) * BLOCK4; };
     launch_dependents();
     t.fill(address);
     wait_for_inputs();
@@ -282,35 +312,22 @@ KERNEL(THREADS, 2) delta_output(const char* weights, const float* x_in, const fl
         shared, address,
         [&](Fixed& x, int block) {
             float v[16];
-            load16(v, x_in + lane_start(block, t.lane));
-            const float4 s = load_cg((const float4*)squares + lane_start(block, t.lane) / DELTA_HEAD);
-            const float scale = inverse_root((s.x + s.y + s.z + s.w) / DELTA_HEAD + RMS_EPS);
+            const int k = lane_start(block, t.lane);
+            load16(v, x_in + k);
+            if (NORMED) {
+                const float scale = gated_norm_scale(squares, k);
 #pragma unroll
-            for (int i = 0; i < 16; i++) v[i] *= scale;
+                for (int i = 0; i < 16; i++) v[i] *= scale;
+            }
             make_fixed(x, v, t.lane);
         },
         [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum); });
 }
-
-// ---- Output projection of an attention layer, added to h. x [QUERY_WIDTH].
-constexpr int QUERY_BLOCKS = QUERY_WIDTH / BLOCK_INPUTS;
-KERNEL(THREADS, 2) attention_output(const char* weights, const float* x_in, float* h) {
-    typedef Tiles<QUERY_BLOCKS, 4> T;
-    __shared__ T::Shared shared;
-    T t(dynamic_shared, HIDDEN / 16);
-    auto address = [&](int tile, int block) { return weights + ((u64)tile * QUERY_BLOCKS + block) * BLOCK4; };
-    launch_dependents();
-    t.fill(address);
-    wait_for_inputs();
-    const Residual residual(t, h);
-    t.run(
-        shared, address,
-        [&](Fixed& x, int block) {
-            float v[16];
-            load16(v, x_in + lane_start(block, t.lane));
-            make_fixed(x, v, t.lane);
-        },
-        [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum); });
+KERNEL(THREADS, 2) delta_output(const char* weights, const float* x, const float* squares, float* h) {
+    output<VALUE_BLOCKS, true>(weights, x, squares, h);
+}
+KERNEL(THREADS, 2) attention_output(const char* weights, const float* x, float* h) {
+    output<QUERY_BLOCKS, false>(weights, x, nullptr, h);
 }
 
 // ---- Norm, router and shared gate [ROUTER_TILES tiles, 8 bits], and gate and up of the shared expert. The first ROUTER_TILES
