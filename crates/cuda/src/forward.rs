@@ -7,7 +7,7 @@ use lily_model::{Checkpoint, Shape};
 
 use crate::device::Pointer;
 use crate::kernels::moe::Routing;
-use crate::kernels::rows::{Meetings, Normed};
+use crate::kernels::rows::{Meetings, Normed, Parts};
 use crate::kernels::{BLOCK4_BYTES, Finish, FixedRows, Gemm, Grouping, Kernels, Pass, TILE_ROWS, blocks};
 use crate::plan::{DeviceWeights, LOGIT_ROWS, Layer, LayerMixer, Scratch};
 
@@ -62,10 +62,11 @@ impl Forward<'_> {
             }
             self.record_mixer(index, 1)?;
             let normed = (s.h, layer.moe_norm);
-            k.route_and_share(&pass, (layer.router, layer.shared_up), normed, s.router, s.activation)?;
-            k.experts_up(&pass, layer.experts_up, s.router, normed, s.activation)?;
-            let down = (layer.experts_down, layer.shared_down);
-            k.experts_down(&pass, down, s.router, s.activation, s.h)?;
+            let later = self.weights.behind(index, &k.sizes);
+            k.route_and_share(&pass, (layer.router, layer.shared_up), normed, (s.router, s.activation), later)?;
+            let inner = (s.activation, s.shared);
+            k.experts_up(&pass, (layer.experts_up, layer.shared_down), s.router, normed, inner)?;
+            k.experts_down(&pass, layer.experts_down, s.router, inner, s.h)?;
             self.record_moe(index, 1)?;
         }
         Ok(())
@@ -79,16 +80,16 @@ impl Forward<'_> {
         let normed = Normed { x: FixedRows::at(s.fixed, rows, sizes.hidden), squares: s.row_squares };
         let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
         k.embed(pass, (s.runs, rows), Pointer::NULL, &w.embedding, s.h)?;
-        let (mut delta, mut attention, mut parts) = (0, 0, Pointer::NULL);
+        let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
         for layer in &w.layers {
-            k.rows_norm(pass, (s.h, parts), layer.mixer_norm, rows, normed)?;
+            k.rows_norm(pass, s.h, parts, layer.mixer_norm, rows, normed)?;
             match &layer.mixer {
                 LayerMixer::Delta { project, vectors, out } => {
                     let x = FixedRows::at(s.fixed, rows, sizes.value_width);
                     k.rows_project(pass, (*project, sizes.projected_delta / TILE_ROWS), normed, rows, s.projected)?;
                     k.delta_step(pass, (s.runs, delta, rows), s.projected, vectors, (s.mixed, s.squares))?;
                     k.rows_fix(pass, (s.mixed, s.squares), rows, x)?;
-                    k.rows_delta_output(pass, *out, x, rows, s.h)?;
+                    k.rows_delta_output(pass, *out, x, rows, s.parts)?;
                     delta += 1;
                 }
                 LayerMixer::Attention { project, q_norm, k_norm, out } => {
@@ -97,20 +98,20 @@ impl Forward<'_> {
                     k.attend(pass, (s.runs, attention, rows), s.projected, (*q_norm, *k_norm), partials)?;
                     k.attend_combine(pass, (s.runs, rows), s.projected, partials, s.mixed)?;
                     k.rows_fix(pass, (s.mixed, Pointer::NULL), rows, x)?;
-                    k.rows_attention_output(pass, *out, x, rows, s.h)?;
+                    k.rows_attention_output(pass, *out, x, rows, s.parts)?;
                     attention += 1;
                 }
             }
-            k.rows_norm(pass, (s.h, Pointer::NULL), layer.moe_norm, rows, normed)?;
+            k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, rows, normed)?;
             k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, rows, (s.router, s.activation))?;
             k.rows_choose(pass, s.router, rows, &meetings)?;
             k.rows_up(pass, layer.experts_up, &meetings, normed, s.activation)?;
             let x = FixedRows::at(s.fixed, rows, k.activation_width());
             k.rows_fix(pass, (s.activation, Pointer::NULL), rows, x)?;
             k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (x, rows), s.parts)?;
-            parts = s.parts;
+            parts.1 = Parts::Experts;
         }
-        k.rows_norm(pass, (s.h, parts), w.norm, rows, normed)?;
+        k.rows_norm(pass, s.h, parts, w.norm, rows, normed)?;
         k.rows_head(pass, w.head, (s.runs, rows), normed, (s.logits, s.bests))
     }
 

@@ -33,6 +33,7 @@ mod step;
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{Read, Write};
 use std::sync::Arc;
+use std::time::Instant;
 
 use lily_backend::{
     Backend, Caps, Error, MemoryReport, Output, Result, RowOutput, SamplingParams, SnapshotId, StageOutput, StateId,
@@ -312,6 +313,19 @@ impl Backend for CudaBackend {
         self.state(id)?.upload_tokens(&self.device, position, tokens)?;
         self.state_mut(id)?.advance(Some(tokens));
         Ok(())
+    }
+
+    fn plain_read(&mut self) -> Result<Option<f64>> {
+        /// As much as a token takes, but long enough for the start not to count.
+        const MOST: usize = 8 << 30;
+        self.device.enter();
+        let bytes = self.weights.bytes().min(MOST);
+        let pass = Pass { device: &self.device, overlap: false };
+        self.device.synchronize()?;
+        let started = Instant::now();
+        self.kernels.plain_read(&pass, self.weights.start(), bytes, self.scratch.spare)?;
+        self.device.synchronize()?;
+        Ok(Some(bytes as f64 / started.elapsed().as_secs_f64()))
     }
 
     fn submit(&mut self, step: Step) -> Result<Ticket> {

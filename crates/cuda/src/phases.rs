@@ -89,28 +89,24 @@ fn phases_of_a_token() {
         }
         LayerMixer::Delta { .. } => Ok(false),
     });
+    let (router, inner) = ((s.router, s.activation), (s.activation, s.shared));
     chain("router and shared", &|pass, layer, _| {
-        let weights = (layer.router, layer.shared_up);
-        k.route_and_share(pass, weights, (s.h, layer.moe_norm), s.router, s.activation).map(|()| true)
+        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router, (w.head, 0)).map(|()| true)
     });
     chain("experts up", &|pass, layer, _| {
-        k.experts_up(pass, layer.experts_up, s.router, (s.h, layer.moe_norm), s.activation).map(|()| true)
+        k.experts_up(pass, (layer.experts_up, layer.shared_down), s.router, (s.h, layer.moe_norm), inner).map(|()| true)
     });
     chain("experts down", &|pass, layer, _| {
-        let weights = (layer.experts_down, layer.shared_down);
-        k.experts_down(pass, weights, s.router, s.activation, s.shared).map(|()| true)
+        k.experts_down(pass, layer.experts_down, s.router, inner, s.mixed).map(|()| true)
     });
     chain("experts up and down", &|pass, layer, _| {
-        k.experts_up(pass, layer.experts_up, s.router, (s.h, layer.moe_norm), s.activation)?;
-        let weights = (layer.experts_down, layer.shared_down);
-        k.experts_down(pass, weights, s.router, s.activation, s.shared).map(|()| true)
+        k.experts_up(pass, (layer.experts_up, layer.shared_down), s.router, (s.h, layer.moe_norm), inner)?;
+        k.experts_down(pass, layer.experts_down, s.router, inner, s.mixed).map(|()| true)
     });
     chain("router, experts", &|pass, layer, _| {
-        let weights = (layer.router, layer.shared_up);
-        k.route_and_share(pass, weights, (s.h, layer.moe_norm), s.router, s.activation)?;
-        k.experts_up(pass, layer.experts_up, s.router, (s.h, layer.moe_norm), s.activation)?;
-        let weights = (layer.experts_down, layer.shared_down);
-        k.experts_down(pass, weights, s.router, s.activation, s.shared).map(|()| true)
+        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router, (w.head, 0))?;
+        k.experts_up(pass, (layer.experts_up, layer.shared_down), s.router, (s.h, layer.moe_norm), inner)?;
+        k.experts_down(pass, layer.experts_down, s.router, inner, s.mixed).map(|()| true)
     });
     chain("mixer, delta", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Delta { project, vectors, out } => {

@@ -26,7 +26,28 @@ impl DeviceWeights {
     pub(crate) fn bytes(&self) -> usize {
         self.memory.bytes()
     }
+
+    /// Weights behind a layer that are worth having in the cache early, and their bytes: the end of the next layer's projections, whose
+    /// beginning their kernel fetches before it has inputs, or the beginning of the head.
+    pub(crate) fn behind(&self, layer: usize, sizes: &Sizes) -> (Pointer, usize) {
+        let (start, rows) = match self.layers.get(layer + 1).map(|layer| &layer.mixer) {
+            Some(LayerMixer::Delta { project, .. }) => (*project, sizes.projected_delta),
+            Some(LayerMixer::Attention { project, .. }) => (*project, sizes.projected_attention),
+            None => (self.head, sizes.vocab_tiles * TILE_ROWS),
+        };
+        let all = rows / TILE_ROWS * blocks(sizes.hidden) * BLOCK4_BYTES;
+        let bytes = all.min(LATER_BYTES);
+        (if layer + 1 < self.layers.len() { start.at(all - bytes) } else { start }, bytes)
+    }
+
+    /// Where all of them begin.
+    pub(crate) fn start(&self) -> Pointer {
+        self.memory.pointer()
+    }
 }
+
+/// What memory delivers while experts are being chosen, about 2 us. More would delay the experts themselves.
+const LATER_BYTES: usize = 8 << 20;
 
 /// A layer's weights.
 pub(crate) struct Layer {

@@ -88,9 +88,11 @@ struct AttendTiles {
     uint4 values[ATTEND_WARPS][ATTEND_TILE][PIECES];
 };
 
-// Tokens of a part: whole tiles.
+// Tokens of a part: whole tiles, and not fewer than four, which as many warps take at once: smaller parts would only be more.
+constexpr u32 PART_STEP = 4 * ATTEND_TILE;
 DEVICE u32 part_length(u32 tokens, u32 parts) {
-    return ((tokens + parts - 1) / parts + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
+    const u32 length = ((tokens + parts - 1) / parts + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
+    return length < PART_STEP ? PART_STEP : length;
 }
 
 // Partial results of a part: [query head, parts] of maximum and sum, [parts, query head, 256] of values.
@@ -111,6 +113,8 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
     launch_dependents();
     const u32 position = run->position, length = part_length(position + 1, parts);
     const u32 start = part * length, end = min(position + 1, start + length);
+    // The part of the new token waits for all that is before this kernel.
+    if (start >= end) return;
     u16* keys = keys_of(run, layer, kv_head);
     u16* values = keys + value_offset(run);
     // Rows beyond the limit repeat the one before it, so that no number in a tile is undefined.
@@ -131,7 +135,6 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
         for (int i = tid; i < 2 * 8 * PIECES; i += ATTEND_WARPS * 32) (&queries[0][0][0])[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     wait_for_inputs();
-    if (start >= end) return;
     const bool owner = end == position + 1;
     const u32 new_tile = (position - start) / ATTEND_TILE, new_row = (position - start) % ATTEND_TILE;
     for (int job = warp; job < QUERIES_PER_KV + (owner ? 2 : 0); job += ATTEND_WARPS) {
@@ -215,9 +218,9 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const u32 rounded = pack_bf16(s[2 * i], s[2 * i + 1]);
+            const u32 rounded = round_pair(s[2 * i], s[2 * i + 1]);
             p[0][i] = transpose(rounded);
-            p[1][i] = transpose(pack_bf16(s[2 * i] - bf16_low(rounded), s[2 * i + 1] - bf16_high(rounded)));
+            p[1][i] = transpose(round_pair(s[2 * i] - bf16_low(rounded), s[2 * i + 1] - bf16_high(rounded)));
         }
 #pragma unroll
         for (int n = 0; n < HEAD / 16; n++)

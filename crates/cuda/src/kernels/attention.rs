@@ -1,10 +1,11 @@
-//! Attention; see `attention.cu`.
+//! Attention; see `attention.cu` and, for Hopper, `attention_wide.cu`.
 
 use lily_backend::Result;
 use lily_model::Shape;
 
+use super::gemm::WIDE_ARCH;
 use super::{Kernels, Pass, Sizes, arguments};
-use crate::device::Pointer;
+use crate::device::{Function, Module, Pointer};
 
 /// Tokens of keys and values of [`Kernels::attend_many`] in shared memory at a time.
 const TILE: usize = 32;
@@ -20,6 +21,20 @@ const ATTEND_WARPS: usize = 8;
 /// A tile of keys and values for each warp; later their partial outputs, which take half of it.
 pub(super) fn shared_of_one(_: &Sizes) -> usize {
     ATTEND_WARPS * TILE_BYTES / 2
+}
+
+/// Tiles of 64 keys and as many values; for each warpgroup 64 rows of queries in two halves; and room to begin at a multiple of 1024.
+fn shared_of_wide(s: &Sizes) -> usize {
+    (2 + 2 * s.queries_per_kv() / 4) * 64 * Shape::HEAD_DIM * 2 + 1024
+}
+
+/// The kernel for many tokens on the GPUs and head counts that have one of its own.
+pub(super) fn load_wide(module: &Module, sizes: &Sizes, arch: u32) -> Result<Option<(Function, u32)>> {
+    if arch != WIDE_ARCH || !sizes.queries_per_kv().is_multiple_of(4) {
+        return Ok(None);
+    }
+    let shared = shared_of_wide(sizes) as u32;
+    Ok(Some((module.function("attend_wide", shared)?, shared)))
 }
 
 /// Queries in two halves, and a tile.
@@ -84,6 +99,11 @@ impl Kernels {
         projected: Pointer,
         out: Pointer,
     ) -> Result<()> {
+        if let Some(kernel) = self.attend_wide {
+            let grid = (tokens.div_ceil(ROWS), self.sizes.kv_heads);
+            let (layer, tokens, threads) = (layer as i32, tokens as i32, 32 * self.sizes.queries_per_kv());
+            return pass.launch(kernel, grid, threads, arguments![run, layer, queries, projected, tokens, out]);
+        }
         let together = self.sizes.heads_together();
         let grid = (tokens.div_ceil(ROWS), self.sizes.query_heads / together);
         let (layer, tokens) = (layer as i32, tokens as i32);

@@ -21,7 +21,7 @@ DEVICE float* history_slot(float* conv, int layer, u32 position) {
 // In: projected [PROJ_DELTA], taps [CONV_WIDTH, 4], rates = exp(A_log), dt_bias [VALUE_HEADS], norm [128].
 // Out: out [VALUE_WIDTH] = o * norm * silu(z), without the norm's scale, and squares [VALUE_HEADS, 4].
 // Bytes moved: the state read and written, 2 x 16 KB a CTA.
-KERNEL(512, 2)
+KERNEL(512, 3)
 delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
            const float* norm, float* out, float* squares) {
     __shared__ float qs[DELTA_HEAD], ks[DELTA_HEAD], vs[32], sums[8], gates[2], outputs[32];

@@ -21,8 +21,8 @@ const WIDE_TILE: usize = 128;
 /// Four stages of 128 inputs of 128 tokens with their groups and of 128 rows of codes with their scales, 8 bits the most; and room to
 /// begin at a multiple of 1024.
 const WIDE_SHARED: usize = 4 * (2 * 128 * 128 + 2 * 128 * 8 + 8 * (2048 + 256)) + 1024;
-/// The compute capability whose tensor cores the wide form is for.
-const WIDE_ARCH: u32 = 90;
+/// The compute capability whose tensor cores the wide forms of kernels are for.
+pub(super) const WIDE_ARCH: u32 = 90;
 
 /// The kernels of the wide form.
 pub(crate) struct Wide {

@@ -3,14 +3,17 @@
 // A CTA of two warpgroups has 128 rows of weights and up to 128 tokens. Weights are the A operand, from shared memory through registers,
 // where they lose their packing; tokens the B operand, high and low bytes in two planes of 128 inputs a row, permuted as the tensor cores
 // want it. Two groups of inputs make a stage of a ring of four. While the tensor cores work for one warpgroup the other one scales its
-// sums: five instructions an output and group, which is what bounds it (4 operations of 8192 a clock and multiprocessor per 5 of 128).
+// sums: five instructions an output and group, which is what bounds it. Three warpgroups with 64 tokens are as fast; sums of two groups in
+// turn are not, because the compiler waits for the tensor cores before it lets registers of the other group be read.
 // Fewer tokens take narrower forms of the same.
 // Bytes moved: weights once per 128 tokens, fixed-point inputs once per 128 rows.
 
+constexpr int WIDE_WARPGROUPS = 2;
 constexpr int WIDE_STAGES = 4;
 constexpr int WIDE_INPUTS = 128;
 constexpr int WIDE_TOKENS = 128;
-constexpr int WIDE_WARPS = 8;
+constexpr int WIDE_WARPS = 4 * WIDE_WARPGROUPS;
+constexpr int WIDE_THREADS = 32 * WIDE_WARPS;
 template <int BITS> struct WideStage {
     static constexpr int CODES = BITS == 4 ? 1024 : 2048;   // of half a block
     u8 high[WIDE_TOKENS * WIDE_INPUTS];
@@ -113,24 +116,32 @@ DEVICE void wide(const Gemm& p, char* stages, const u32* rows, const u32* places
     typedef WideStage<BITS> Stage;
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int tile = blockIdx.x * WIDE_WARPS + warp, count_of_stages = 2 * p.blocks;
-    const char* weights = p.weights + expert * p.expert_bytes + (u64)min(tile, p.tiles - 1) * p.blocks * BYTES;
+    const char* weights = p.weights + expert * p.expert_bytes + (u64)min(tile, p.tiles - 1) * p.blocks * BYTES + lane * 16;
+    // Pieces of 16 bytes that a thread fetches: eight of high bytes and eight of low ones a token.
+    constexpr int PIECES_OF_X = (N * 16 + WIDE_THREADS - 1) / WIDE_THREADS;
+    const u8* plane = tid >> 3 & 1 ? p.x.low : p.x.high;
+    u32 from[PIECES_OF_X];
+#pragma unroll
+    for (int i = 0; i < PIECES_OF_X; i++) {
+        const int token = i * (WIDE_THREADS / 16) + (tid >> 4);
+        from[i] = token < N ? places[token] + (tid & 7) * 16 : 0;
+    }
     auto load = [&](int s) {
         if (s < count_of_stages) {
             Stage& stage = *(Stage*)(stages + s % WIDE_STAGES * sizeof(Stage));
+            u8* to = (tid >> 3 & 1 ? stage.low : stage.high) + (tid >> 4) * WIDE_INPUTS + (tid & 7 ^ tid >> 4 & 7) * 16;
 #pragma unroll
-            for (int i = 0; i < N / 16; i++) {
-                const int token = i * 16 + (tid >> 4), piece = tid & 7;
-                const bool low = tid >> 3 & 1;
-                copy16((low ? stage.low : stage.high) + token * WIDE_INPUTS + (piece ^ token & 7) * 16,
-                       (low ? p.x.low : p.x.high) + places[token] + s * WIDE_INPUTS + piece * 16);
-            }
+            for (int i = 0; i < PIECES_OF_X; i++)
+                // Rows of a piece are a multiple of eight apart: they are permuted alike.
+                if ((i + 1) * WIDE_THREADS <= N * 16 || i * (WIDE_THREADS / 16) + (tid >> 4) < N)
+                    copy16(to + i * (WIDE_THREADS / 16) * WIDE_INPUTS, plane + from[i] + s * WIDE_INPUTS);
             if (tid < 2 * N)
                 copy8(&stage.groups[tid & 1][tid >> 1], p.x.groups + places[tid >> 1] / GROUP + 2 * s + (tid & 1));
             const char* block = weights + (u64)(s >> 1) * BYTES;
+            char* own = stage.weights[warp] + lane * 16;
 #pragma unroll
-            for (int i = 0; i < Stage::CODES / 512; i++)
-                copy16(stage.weights[warp] + i * 512 + lane * 16, block + (s & 1) * Stage::CODES + i * 512 + lane * 16);
-            if (lane < 16) copy16(stage.weights[warp] + Stage::CODES + lane * 16, block + 2 * Stage::CODES + lane * 16);
+            for (int i = 0; i < Stage::CODES / 512; i++) copy16(own + i * 512, block + (s & 1) * Stage::CODES + i * 512);
+            if (lane < 16) copy16(own + Stage::CODES, block + 2 * Stage::CODES);
         }
         copy_commit();
     };
@@ -141,7 +152,6 @@ DEVICE void wide(const Gemm& p, char* stages, const u32* rows, const u32* places
         copy_wait<WIDE_STAGES - 2>();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncthreads();
-        load(s + WIDE_STAGES - 1);
         const Stage& stage = *(const Stage*)(stages + s % WIDE_STAGES * sizeof(Stage));
         const u64 high = plane_operand(stage.high), low = plane_operand(stage.low);
 #pragma unroll
@@ -156,7 +166,6 @@ DEVICE void wide(const Gemm& p, char* stages, const u32* rows, const u32* places
                 const uint4 a = *(const uint4*)(codes + j * 1024), b = *(const uint4*)(codes + j * 1024 + 512);
                 w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
             }
-            const uint2 scales = *(const uint2*)(stage.weights[warp] + Stage::CODES + (4 * g + 2 * (s & 1) + j) * 8);
             int h[N / 2], l[N / 2];
             begin_products();
             // A group is 64 bytes further on, half of it 32; in units of 16.
@@ -165,6 +174,9 @@ DEVICE void wide(const Gemm& p, char* stages, const u32* rows, const u32* places
             Products<N>::add(h, w + 4, high + 4 * j + 2, 1);
             Products<N>::add(l, w + 4, low + 4 * j + 2, 1);
             end_products();
+            // While they are at work: the next stage.
+            if (j == 0) load(s + WIDE_STAGES - 1);
+            const uint2 scales = *(const uint2*)(stage.weights[warp] + Stage::CODES + (4 * g + 2 * (s & 1) + j) * 8);
             wait_products<N>(h, l);
 #pragma unroll
             for (int n = 0; n < N / 8; n++) {
@@ -205,7 +217,7 @@ template <int BITS, Finish FINISH> DEVICE void gemm_wide(const Gemm& p) {
 template <int BITS, Finish FINISH> DEVICE void gemm_wide(const Gemm&) {}
 #endif
 
-KERNEL(WIDE_WARPS * 32, 1) gemm_q4_store_wide(Gemm p) { gemm_wide<4, STORE>(p); }
-KERNEL(WIDE_WARPS * 32, 1) gemm_q4_add_wide(Gemm p) { gemm_wide<4, ADD>(p); }
-KERNEL(WIDE_WARPS * 32, 1) gemm_q4_swiglu_wide(Gemm p) { gemm_wide<4, SWIGLU>(p); }
-KERNEL(WIDE_WARPS * 32, 1) gemm_q8_store_wide(Gemm p) { gemm_wide<8, STORE>(p); }
+KERNEL(WIDE_THREADS, 1) gemm_q4_store_wide(Gemm p) { gemm_wide<4, STORE>(p); }
+KERNEL(WIDE_THREADS, 1) gemm_q4_add_wide(Gemm p) { gemm_wide<4, ADD>(p); }
+KERNEL(WIDE_THREADS, 1) gemm_q4_swiglu_wide(Gemm p) { gemm_wide<4, SWIGLU>(p); }
+KERNEL(WIDE_THREADS, 1) gemm_q8_store_wide(Gemm p) { gemm_wide<8, STORE>(p); }

@@ -122,18 +122,21 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
     };
 
     char* slots;
-    int warp, lane, count, filled;
+    int warp, lane, first_tile, stride, count, filled;
     Walk ahead;
 
-    DEVICE Tiles(char* shared, int tiles) {
+    // Tiles cta, cta + ctas, ... below `tiles`.
+    DEVICE Tiles(char* shared, int tiles, int cta, int ctas) {
         warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
         slots = shared + warp * DEPTH * BYTES;
-        count = tiles > (int)blockIdx.x ? (tiles - blockIdx.x - 1) / gridDim.x + 1 : 0;
+        first_tile = cta, stride = ctas;
+        count = tiles > cta ? (tiles - cta - 1) / ctas + 1 : 0;
         filled = 0;
         ahead = Walk{0, warp};
     }
+    DEVICE Tiles(char* shared, int tiles) : Tiles(shared, tiles, blockIdx.x, gridDim.x) {}
 
-    DEVICE static int tile_of(int index) { return blockIdx.x + index * gridDim.x; }
+    DEVICE int tile_of(int index) const { return first_tile + index * stride; }
 
     template <class Address> DEVICE void fill_slot(Address address) {
         // A warp with more warps than a chunk has blocks never has any.
@@ -283,11 +286,14 @@ struct Residual {
     float old;
     int tile;
     template <class T> DEVICE Residual(const T& t, const float* h) {
-        tile = t.warp < t.count ? T::tile_of(t.warp) : -1;
+        tile = t.warp < t.count ? t.tile_of(t.warp) : -1;
         old = tile >= 0 ? load_cg(h + tile * 16 + (t.lane & 15)) : 0.0f;
     }
+    DEVICE float at(const float* h, int at_tile, int lane) const {
+        return at_tile == tile ? old : load_cg(h + at_tile * 16 + (lane & 15));
+    }
     DEVICE void add(float* h, int at_tile, int lane, float sum) const {
-        if (lane < 16) h[at_tile * 16 + lane] = (at_tile == tile ? old : h[at_tile * 16 + lane]) + sum;
+        if (lane < 16) h[at_tile * 16 + lane] = at(h, at_tile, lane) + sum;
     }
 };
 
@@ -331,7 +337,8 @@ KERNEL(THREADS, 2) attention_output(const char* weights, const float* x, float* 
 }
 
 // ---- Norm, router and shared gate [ROUTER_TILES tiles, 8 bits], and gate and up of the shared expert. The first ROUTER_TILES
-// CTAs take a tile of the router each. `activation` gets the shared expert's inner values behind those of the routed ones.
+// CTAs take a tile of the router each. `activation` gets the shared expert's inner values behind those of the routed ones. CTAs beyond
+// the tiles fetch `later` bytes that a later kernel streams into the cache.
 constexpr int EXPERT_BLOCKS = (EXPERT_WIDTH + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
 constexpr int SHARED_BLOCKS = (SHARED_WIDTH + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
 constexpr int EXPERT_STRIDE = EXPERT_BLOCKS * BLOCK_INPUTS;
@@ -339,13 +346,20 @@ constexpr int EXPERT_TILES = EXPERT_WIDTH / 8;
 constexpr int SHARED_TILES = SHARED_WIDTH / 8;
 KERNEL(THREADS, 2)
 route_and_share(const char* router, const char* shared_up, const float* h, const float* norm, float* logits,
-                float* activation) {
-    if (blockIdx.x < ROUTER_TILES) {
+                float* activation, const char* later, u32 later_bytes) {
+    if (blockIdx.x >= ROUTER_TILES + SHARED_TILES) {
+        // Memory is idle until experts are chosen.
+        launch_dependents();
+        wait_for_inputs();
+        const u32 ctas = gridDim.x - ROUTER_TILES - SHARED_TILES, cta = blockIdx.x - ROUTER_TILES - SHARED_TILES;
+        const u32 share = (later_bytes / ctas + 127) / 128 * 128, piece = (share / THREADS + 127) / 128 * 128;
+        const u32 from = cta * share + threadIdx.x * piece, end = min(min(from + piece, (cta + 1) * share), later_bytes);
+        if (from < end) fetch_into_cache(later + from, end - from);
+    } else if (blockIdx.x < ROUTER_TILES) {
         typedef Tiles<HIDDEN_BLOCKS, 8, 1> T;
         __shared__ T::Shared shared;
-        T t(dynamic_shared, ROUTER_TILES);
-        // One tile per CTA: the others belong to the shared expert.
-        t.count = 1;
+        // A tile per CTA.
+        T t(dynamic_shared, ROUTER_TILES, blockIdx.x, ROUTER_TILES);
         auto address = [&](int tile, int block) { return router + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK8; };
         launch_dependents();
         const float* fetched = t.fetch_norm(dynamic_shared, norm);
@@ -361,11 +375,8 @@ route_and_share(const char* router, const char* shared_up, const float* h, const
     } else {
         typedef Tiles<HIDDEN_BLOCKS, 4> T;
         __shared__ T::Shared shared;
-        T t(dynamic_shared, ROUTER_TILES);
-        t.count = 1;
-        auto address = [&](int tile, int block) {
-            return shared_up + ((u64)(tile - ROUTER_TILES) * HIDDEN_BLOCKS + block) * BLOCK4;
-        };
+        T t(dynamic_shared, SHARED_TILES, blockIdx.x - ROUTER_TILES, SHARED_TILES);
+        auto address = [&](int tile, int block) { return shared_up + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK4; };
         launch_dependents();
         const float* fetched = t.fetch_norm(dynamic_shared, norm);
         t.fill(address);
@@ -377,18 +388,45 @@ route_and_share(const char* router, const char* shared_up, const float* h, const
                 sum *= norm_scale(shared.squares);
                 const float up = __shfl_down_sync(FULL, sum, 8);
                 if (lane < 8)
-                    activation[TOP_K * EXPERT_STRIDE + (tile - ROUTER_TILES) * 8 + lane] = silu(sum) * up;
+                    activation[TOP_K * EXPERT_STRIDE + tile * 8 + lane] = silu(sum) * up;
             });
     }
 }
 
-// ---- Gate and up of the chosen experts: their addresses are known only when the router's logits are.
+// ---- Gate and up of the chosen experts: their addresses are known only when the router's logits are. The last SHARED_DOWN_CTAS CTAs
+// meanwhile take the down projection of the shared expert, weighted, to shared_out [HIDDEN].
+constexpr int SHARED_DOWN_CTAS = 16;
+DEVICE void shared_down_part(const char* weights, const float* logits, const float* activation, float* shared_out, int cta) {
+    typedef Tiles<SHARED_BLOCKS, 4> T;
+    __shared__ T::Shared shared;
+    T t(dynamic_shared, HIDDEN / 16, cta, SHARED_DOWN_CTAS);
+    auto address = [&](int tile, int block) { return weights + ((u64)tile * SHARED_BLOCKS + block) * BLOCK4; };
+    t.fill(address);
+    wait_for_inputs();
+    launch_dependents();
+    const float weight = sigmoid(load_cg(logits + SHARED_GATE));
+    t.run(
+        shared, address,
+        [&](Fixed& x, int block) {
+            float v[16];
+            load16(v, activation + TOP_K * EXPERT_STRIDE + lane_start(block, t.lane));
+            make_fixed(x, v, t.lane);
+            x.scale *= weight;
+            x.sum *= weight;
+        },
+        [&](int tile, int lane, float sum) {
+            if (lane < 16) shared_out[tile * 16 + lane] = sum;
+        });
+}
 KERNEL(THREADS, 2)
-experts_up(const char* weights, const float* logits, const float* h, const float* norm, float* activation) {
+experts_up(const char* weights, const char* shared_down, const float* logits, const float* h, const float* norm,
+           float* activation, float* shared_out) {
+    const int ctas = gridDim.x - SHARED_DOWN_CTAS;
+    if ((int)blockIdx.x >= ctas) return shared_down_part(shared_down, logits, activation, shared_out, blockIdx.x - ctas);
     typedef Tiles<HIDDEN_BLOCKS, 4> T;
     __shared__ T::Shared shared;
     __shared__ u32 ids[TOP_K];
-    T t(dynamic_shared, TOP_K * EXPERT_TILES);
+    T t(dynamic_shared, TOP_K * EXPERT_TILES, blockIdx.x, ctas);
     const float* fetched = t.fetch_norm(dynamic_shared, norm);
     wait_for_inputs();
     // Only now: so the next kernel may use what the kernels before this one wrote before it waits itself.
@@ -414,14 +452,15 @@ experts_up(const char* weights, const float* logits, const float* h, const float
         });
 }
 
-// ---- Down projections of the chosen experts and of the shared one as one linear, weighted, added to h.
-constexpr int DOWN_BLOCKS = TOP_K * EXPERT_BLOCKS + SHARED_BLOCKS;
+// ---- Down projections of the chosen experts as one linear, weighted, added to h together with the shared expert's.
+constexpr int ROUTED_BLOCKS = TOP_K * EXPERT_BLOCKS;
+constexpr int DOWN_BLOCKS = ROUTED_BLOCKS + SHARED_BLOCKS;
 KERNEL(THREADS, 2)
-experts_down(const char* experts, const char* shared_down, const float* logits, const float* activation, float* h) {
-    typedef Tiles<DOWN_BLOCKS, 4> T;
+experts_down(const char* experts, const float* logits, const float* activation, const float* shared_out, float* h) {
+    typedef Tiles<ROUTED_BLOCKS, 4> T;
     __shared__ T::Shared shared;
     __shared__ u32 ids[TOP_K];
-    __shared__ float weights[TOP_K + 1];
+    __shared__ float weights[TOP_K];
     T t(dynamic_shared, HIDDEN / 16);
     launch_dependents();
     // The router's kernel is complete: the one between launched this only after it had waited for it.
@@ -431,19 +470,15 @@ experts_down(const char* experts, const char* shared_down, const float* logits, 
             ids[t.lane] = choice.id;
             weights[t.lane] = choice.weight;
         }
-        if (t.lane == 0) weights[TOP_K] = sigmoid(load_cg(logits + SHARED_GATE));
     }
     __syncthreads();
     auto address = [&](int tile, int block) {
-        if (block < TOP_K * EXPERT_BLOCKS) {
-            const u64 row = (u64)ids[block / EXPERT_BLOCKS] * (HIDDEN / 16) + tile;
-            return experts + (row * EXPERT_BLOCKS + block % EXPERT_BLOCKS) * BLOCK4;
-        }
-        return shared_down + ((u64)tile * SHARED_BLOCKS + (block - TOP_K * EXPERT_BLOCKS)) * BLOCK4;
+        const u64 row = (u64)ids[block / EXPERT_BLOCKS] * (HIDDEN / 16) + tile;
+        return experts + (row * EXPERT_BLOCKS + block % EXPERT_BLOCKS) * BLOCK4;
     };
     t.fill(address);
     wait_for_inputs();
-    const Residual residual(t, h);
+    const Residual residual(t, h), of_shared(t, shared_out);
     t.run(
         shared, address,
         [&](Fixed& x, int block) {
@@ -451,11 +486,11 @@ experts_down(const char* experts, const char* shared_down, const float* logits, 
             // Inner values of one expert after the other, each in whole blocks, like the weights.
             load16(v, activation + lane_start(block, t.lane));
             make_fixed(x, v, t.lane);
-            const float weight = weights[min(block / EXPERT_BLOCKS, TOP_K)];
+            const float weight = weights[block / EXPERT_BLOCKS];
             x.scale *= weight;
             x.sum *= weight;
         },
-        [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum); });
+        [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum + of_shared.at(shared_out, tile, lane)); });
 }
 
 // ---- Final norm and head; of every CTA also its highest logit below the limit.

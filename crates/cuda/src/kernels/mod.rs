@@ -32,6 +32,7 @@ pub(crate) const SOURCES: &[(&str, &str)] = &[
     ("norm.cu", include_str!("norm.cu")),
     ("gemm.cu", include_str!("gemm.cu")),
     ("gemm_wide.cu", include_str!("gemm_wide.cu")),
+    ("attention_wide.cu", include_str!("attention_wide.cu")),
     ("moe.cu", include_str!("moe.cu")),
     ("rows.cu", include_str!("rows.cu")),
     ("sample.cu", include_str!("sample.cu")),
@@ -177,6 +178,7 @@ macro_rules! kernels {
         pub(crate) struct Kernels {
             pub(crate) sizes: Sizes,
             wide: Option<gemm::Wide>,
+            attend_wide: Option<(Function, u32)>,
             $($name: (Function, u32),)+
             // Last: functions belong to it.
             _module: Module,
@@ -188,7 +190,8 @@ macro_rules! kernels {
                 let (module, sizes) = (device.module(cubin)?, Sizes::new(shape));
                 $(let shared = ($shared)(&sizes) as u32; let $name = (module.function(stringify!($name), shared)?, shared);)+
                 let wide = gemm::Wide::load(&module, device.arch)?;
-                Ok(Kernels { sizes, wide, $($name,)+ _module: module })
+                let attend_wide = attention::load_wide(&module, &sizes, device.arch)?;
+                Ok(Kernels { sizes, wide, attend_wide, $($name,)+ _module: module })
             }
         }
     };
@@ -199,6 +202,7 @@ const NONE: fn(&Sizes) -> usize = |_| 0;
 kernels! {
     repack_q4: NONE;
     repack_q8: NONE;
+    plain_read: NONE;
     embed: NONE;
     norm_project: gemv::shared;
     delta_step: NONE;
@@ -237,8 +241,8 @@ kernels! {
     rows_attention_output: rows::shared;
     rows_route_and_share: rows::shared;
     rows_choose: NONE;
-    rows_up: rows::shared;
-    rows_down: rows::shared;
+    rows_up: rows::shared_of_experts;
+    rows_down: rows::shared_of_experts;
     rows_head: rows::shared;
     pick_best: NONE;
     sample_begin: NONE;

@@ -9,6 +9,15 @@
 constexpr int ROWS = 16;      // most rows
 constexpr int ROW_WARPS = 8;
 constexpr int ROW_THREADS = ROW_WARPS * 32;
+constexpr int ROW_SLOTS4 = 3, ROW_SLOTS8 = 2;   // blocks that a warp has on the way
+constexpr int ROW_SLOT_BYTES = ROW_WARPS * ROW_SLOTS8 * BLOCK8;
+static_assert(ROW_SLOTS4 * BLOCK4 <= ROW_SLOTS8 * BLOCK8, "slots of either kind have the same room");
+// CTAs that have room beside each other.
+#if __CUDA_ARCH__ >= 900
+#define ROW_CTAS 2
+#else
+#define ROW_CTAS 1
+#endif
 constexpr int SHARES = TOP_K + 1;   // what a row adds up: experts, and the shared one
 
 // Up to four rows that meet an expert. A pair is row * SHARES + i for a row's i-th choice.
@@ -27,36 +36,54 @@ DEVICE void store_lane(const FixedRows& out, int row, int block, const FixedLane
     if ((lane & 7) == 0) out.groups[at / GROUP] = make_float2(own.scale, own.sum);
 }
 
-// Norm of h without its scale, whose sums of squares go to `squares` [rows, HIDDEN_BLOCKS]. Before it the experts' `parts`
-// [rows, DOWN_BLOCKS, HIDDEN] are added to h, if there are any.
-KERNEL(256, 4) rows_norm(float* h, const float* parts, const float* norm, int rows, FixedRows out, float* squares) {
-    const int at = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
-    const int row = at / HIDDEN_BLOCKS, block = at % HIDDEN_BLOCKS, k = lane_start(block, lane);
+// Sums of `count` parts [HIDDEN] that lie one after the other, at k .. k + 3: even ones, odd ones, and both, as in gemv.cu.
+template <int COUNT> DEVICE float4 add_parts(const float* parts, int k) {
+    float4 sums[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const float4 p = load_cg((const float4*)(parts + i * HIDDEN + k));
+        float4& sum = sums[i & 1];
+        sum.x += p.x, sum.y += p.y, sum.z += p.z, sum.w += p.w;
+    }
+    return make_float4(sums[0].x + sums[1].x, sums[0].y + sums[1].y, sums[0].z + sums[1].z, sums[0].w + sums[1].w);
+}
+
+// Adds to h what lies in `parts`: NOTHING; MIXED [rows, 2, HIDDEN] by an output projection; EXPERTS [rows, DOWN_BLOCKS, HIDDEN].
+// Then its norm without the scale, whose sums of squares go to `squares` [rows, HIDDEN_BLOCKS]. A CTA has a block: two warps add, one
+// goes on.
+enum Parts { NOTHING, MIXED, EXPERTS_PARTS };
+KERNEL(64, 8) rows_norm(float* h, const float* parts, int kind, const float* norm, FixedRows out, float* squares) {
+    __shared__ float stream[BLOCK_INPUTS];
+    const int lane = threadIdx.x & 31, row = blockIdx.x / HIDDEN_BLOCKS, block = blockIdx.x % HIDDEN_BLOCKS;
     launch_dependents();
-    wait_for_inputs();
-    if (row >= rows) return;
     float v[16], w[16];
-    load16(v, h + row * HIDDEN + k);
-    load16(w, norm + k);
-    if (parts) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            // In the order of gemv.cu: even blocks, odd ones, and both.
-            float4 sums[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
-#pragma unroll
-            for (int b = 0; b < DOWN_BLOCKS; b++) {
-                const float4 p = load_cg((const float4*)(parts + ((u64)row * DOWN_BLOCKS + b) * HIDDEN + k + 16 * i));
-                sums[b & 1].x += p.x, sums[b & 1].y += p.y, sums[b & 1].z += p.z, sums[b & 1].w += p.w;
+    if (threadIdx.x < 32) load16(w, norm + lane_start(block, lane));
+    wait_for_inputs();
+    if (threadIdx.x < BLOCK_INPUTS / 4) {
+        const int k = block * BLOCK_INPUTS + threadIdx.x * 4;
+        float4* to = (float4*)(h + row * HIDDEN + k);
+        float4 own = load_cg(to);
+        if (kind != NOTHING) {
+            float4 sum;
+            if (kind == MIXED) {
+                sum = add_parts<2>(parts + row * 2 * HIDDEN, k);
+            } else {
+                const float* of_row = parts + (u64)row * DOWN_BLOCKS * HIDDEN;
+                const float4 routed = add_parts<ROUTED_BLOCKS>(of_row, k);
+                const float4 shared = add_parts<SHARED_BLOCKS>(of_row + ROUTED_BLOCKS * HIDDEN, k);
+                sum = make_float4(routed.x + shared.x, routed.y + shared.y, routed.z + shared.z, routed.w + shared.w);
             }
-            v[4 * i] += sums[0].x + sums[1].x, v[4 * i + 1] += sums[0].y + sums[1].y;
-            v[4 * i + 2] += sums[0].z + sums[1].z, v[4 * i + 3] += sums[0].w + sums[1].w;
+            own.x += sum.x, own.y += sum.y, own.z += sum.z, own.w += sum.w;
+            *to = own;
         }
-        // The lanes of low bytes have read the same values.
-        __syncwarp();
-        if ((lane >> 2 & 1) == 0)
+        *(float4*)(stream + threadIdx.x * 4) = own;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                *(float4*)(h + row * HIDDEN + k + 16 * i) = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+    for (int i = 0; i < 4; i++) {
+        const float4 q = *(const float4*)(stream + lane_start(0, lane) + 16 * i);
+        v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
     }
     const float sum = normed(v, w);
     store_lane(out, row, block, fix_lane(v, lane), lane);
@@ -64,13 +91,12 @@ KERNEL(256, 4) rows_norm(float* h, const float* parts, const float* norm, int ro
 }
 
 // Rows of `x` [rows, width of `out`] as they are, or with the scale of the gated norm from `squares` [rows, VALUE_HEADS, 4].
-KERNEL(256, 4) rows_fix(const float* x, const float* squares, int rows, FixedRows out) {
-    const int at = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, blocks = out.width / BLOCK_INPUTS;
-    const int row = at / blocks, block = at % blocks, k = lane_start(block, lane);
+KERNEL(32, 16) rows_fix(const float* x, const float* squares, FixedRows out) {
+    const int lane = threadIdx.x, blocks = out.width / BLOCK_INPUTS;
+    const int row = blockIdx.x / blocks, block = blockIdx.x % blocks, k = lane_start(block, lane);
     wait_for_inputs();
     // Only now, for rows_down: see experts_up.
     launch_dependents();
-    if (row >= rows) return;
     float v[16];
     load16(v, x + (u64)row * out.width + k);
     if (squares) {
@@ -118,7 +144,7 @@ template <int QUADS> struct RowInputs {
 
 // `take(q, y0, y1)` gets outputs g and g + 8 of row t of quad q.
 template <int BITS, int QUADS, class Take>
-DEVICE void block_times_rows(const char* block, const RowInputs<QUADS>& x, const float2* scales, int quads, int lane, Take take) {
+DEVICE void block_times_rows(const char* block, const RowInputs<QUADS>& x, const float2* scales, int lane, Take take) {
     const int g = lane >> 2, t = lane & 3;
     // Sums of groups 0 and 2, and of 1 and 3.
     float sums[QUADS][2][2];
@@ -136,7 +162,6 @@ DEVICE void block_times_rows(const char* block, const RowInputs<QUADS>& x, const
         const uint2 s = *(const uint2*)(block + (BITS == 4 ? 2048 : 4096) + (4 * g + j) * 8);
 #pragma unroll
         for (int q = 0; q < QUADS; q++) {
-            if (q >= quads) break;
             int c[4] = {0, 0, 0, 0};
             mma_u8_s8(c, w[0], w[1], w[2], w[3], x.bytes[q][j].x, x.bytes[q][j].y);
             mma_u8_s8(c, w[4], w[5], w[6], w[7], x.bytes[q][j].z, x.bytes[q][j].w);
@@ -147,73 +172,74 @@ DEVICE void block_times_rows(const char* block, const RowInputs<QUADS>& x, const
         }
     }
 #pragma unroll
-    for (int q = 0; q < QUADS; q++) {
-        if (q >= quads) break;
-        take(q, sums[q][0][0] + sums[q][1][0], sums[q][0][1] + sums[q][1][1]);
-    }
+    for (int q = 0; q < QUADS; q++) take(q, sums[q][0][0] + sums[q][1][0], sums[q][0][1] + sums[q][1][1]);
 }
 
 // The stream of a warp's blocks through shared memory: those with numbers warp, warp + 8, ... below `count`.
 template <int BYTES, int DEPTH> struct BlockStream {
     char* slots;
-    int lane, ahead, filled, slot;
+    int slot;
 
     DEVICE BlockStream(char* shared) {
         slots = shared + (threadIdx.x >> 5) * DEPTH * BYTES;
-        lane = threadIdx.x & 31, ahead = threadIdx.x >> 5, filled = 0, slot = 0;
+        slot = 0;
     }
-    template <class Address> DEVICE void fetch(int count, Address address) {
-        if (ahead < count) {
-            const char* from = address(ahead);
-            char* to = slots + filled * BYTES;
+    template <class Address> DEVICE void fetch(int at, int to_slot, int count, Address address) {
+        if (at < count) {
+            const int lane = threadIdx.x & 31;
+            const char* from = address(at);
+            char* to = slots + to_slot * BYTES;
 #pragma unroll
             for (int i = 0; i < BYTES / 512; i++) copy16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
             if (lane < 16) copy16(to + BYTES / 512 * 512 + lane * 16, from + BYTES / 512 * 512 + lane * 16);
-            ahead += ROW_WARPS;
-            if (++filled == DEPTH) filled = 0;
         }
         copy_commit();
     }
     template <class Address> DEVICE void fill(int count, Address address) {
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++) fetch(count, address);
+        for (int i = 0; i < DEPTH; i++) fetch((threadIdx.x >> 5) + i * ROW_WARPS, i, count, address);
     }
     DEVICE const char* wait() {
         copy_wait<DEPTH - 1>();
         __syncwarp();
         return slots + slot * BYTES;
     }
-    template <class Address> DEVICE void next(int count, Address address) {
-        if (++slot == DEPTH) slot = 0;
+    // Block `at` is used up.
+    template <class Address> DEVICE void next(int at, int count, Address address) {
         __syncwarp();
-        fetch(count, address);
+        fetch(at + DEPTH * ROW_WARPS, slot, count, address);
+        if (++slot == DEPTH) slot = 0;
     }
 };
 
-// The tiles of a CTA, `count` of them, of BLOCKS blocks each; a tile's outputs are added up over the blocks in the order of gemv.cu.
-template <int BLOCKS, int BITS, int QUADS> struct RowTiles {
-    static constexpr int BYTES = BITS == 4 ? BLOCK4 : BLOCK8, DEPTH = BITS == 4 ? 4 : 2;
-    // Blocks whose sums stand beside each other in shared memory: about three per warp, in whole rounds of the warps if possible.
-    static constexpr int CHUNK = BLOCKS >= 3 * ROW_WARPS ? 1 : 3 * ROW_WARPS / BLOCKS;
+// The row whose outputs a thread finishes.
+template <int QUADS> DEVICE int row_of_thread() { return (threadIdx.x >> 4) % (4 * QUADS); }
+
+// The tiles of a CTA, `count` of them, of BLOCKS blocks each; a tile's outputs are added up over the blocks in CHAINS chains: with two
+// in the order of gemv.cu, even blocks, odd ones, and both.
+template <int BLOCKS, int BITS, int QUADS, int CHAINS = 2> struct RowTiles {
+    static constexpr int BYTES = BITS == 4 ? BLOCK4 : BLOCK8, DEPTH = BITS == 4 ? ROW_SLOTS4 : ROW_SLOTS8;
+    // Tiles whose sums stand beside each other in shared memory: of all rows about three blocks per warp.
+    static constexpr int CHUNK_BLOCKS = 3 * ROW_WARPS * (ROWS / 4) / QUADS;
+    static constexpr int CHUNK = BLOCKS >= CHUNK_BLOCKS ? 1 : CHUNK_BLOCKS / BLOCKS;
     struct Shared {
         float sums[CHUNK * BLOCKS][4 * QUADS][BLOCK_ROWS];
         float2 scales[ROW_WARPS][16 * QUADS];
     };
     BlockStream<BYTES, DEPTH> stream;
-    int warp, lane;
 
-    DEVICE RowTiles(char* dynamic) : stream(dynamic) { warp = threadIdx.x >> 5, lane = threadIdx.x & 31; }
+    DEVICE RowTiles(char* dynamic) : stream(dynamic) {}
 
     // `address(index, block)`, `key(index)`: which rows a tile meets, `place(index, row, block)`, `finish(index, row, output, sum)`.
     template <class Address> DEVICE void fill(int count, Address address) {
         stream.fill(count * BLOCKS, [&](int at) { return address(at / BLOCKS, at % BLOCKS); });
     }
     template <class Address, class Key, class Place, class Finish>
-    DEVICE void run(Shared& shared, int count, int rows, const FixedRows& x, Address address, Key key, Place place, Finish finish) {
+    DEVICE void run(Shared& shared, int count, const FixedRows& x, Address address, Key key, Place place, Finish finish) {
         auto flat = [&](int at) { return address(at / BLOCKS, at % BLOCKS); };
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
         RowInputs<QUADS> inputs;
         int current = -1, at = warp;
-        const int quads = (rows + 3) / 4;
         for (int first = 0; first < count; first += CHUNK) {
             const int tiles = min(CHUNK, count - first), end = (first + tiles) * BLOCKS;
             for (; at < end; at += ROW_WARPS) {
@@ -224,22 +250,22 @@ template <int BLOCKS, int BITS, int QUADS> struct RowTiles {
                 }
                 const char* weights = stream.wait();
                 float(*sums)[BLOCK_ROWS] = shared.sums[at - first * BLOCKS];
-                block_times_rows<BITS>(weights, inputs, shared.scales[warp], quads, lane, [&](int q, float y0, float y1) {
+                block_times_rows<BITS>(weights, inputs, shared.scales[warp], lane, [&](int q, float y0, float y1) {
                     sums[4 * q + (lane & 3)][lane >> 2] = y0;
                     sums[4 * q + (lane & 3)][(lane >> 2) + 8] = y1;
                 });
-                stream.next(count * BLOCKS, flat);
+                stream.next(at, count * BLOCKS, flat);
             }
             __syncthreads();
-            const int output = threadIdx.x & 15, row = threadIdx.x >> 4;
-            // Whole warps, for shuffles.
-            if (row < 4 * QUADS)
-                for (int i = 0; i < tiles; i++) {
-                    float both[2] = {0.0f, 0.0f};
+            // Whole warps have a tile, for shuffles.
+            const int output = threadIdx.x & 15, row = row_of_thread<QUADS>();
+            for (int i = threadIdx.x / (64 * QUADS); i < tiles; i += ROW_THREADS / (64 * QUADS)) {
+                float chains[2] = {0.0f, 0.0f};
 #pragma unroll
-                    for (int block = 0; block < BLOCKS; block++) both[block & 1] += shared.sums[i * BLOCKS + block][row][output];
-                    finish(first + i, row, output, both[0] + both[1]);
-                }
+                for (int block = 0; block < BLOCKS; block++)
+                    chains[block % CHAINS] += shared.sums[i * BLOCKS + block][row][output];
+                finish(first + i, row, output, CHAINS == 2 ? chains[0] + chains[1] : chains[0]);
+            }
             if (first + CHUNK < count) __syncthreads();
         }
     }
@@ -248,68 +274,87 @@ template <int BLOCKS, int BITS, int QUADS> struct RowTiles {
 DEVICE int tiles_of_cta(int tiles) { return tiles > (int)blockIdx.x ? (tiles - blockIdx.x - 1) / gridDim.x + 1 : 0; }
 DEVICE int tile_of_cta(int index) { return blockIdx.x + index * gridDim.x; }
 
-// A linear whose tiles all meet all rows.
-template <int BLOCKS, int BITS, class Finish>
-DEVICE void rows_linear(const char* weights, int first, int tiles, const FixedRows& x, int rows, Finish finish) {
-    typedef RowTiles<BLOCKS, BITS, ROWS / 4> T;
+// A linear whose tiles all meet all rows: `tiles` of them from `first` on, as many apart as there are CTAs. `weights_of(tile, block)`,
+// `place_of(block)`: where inputs of a block begin in a row; `finish(row)` makes what takes (tile, output, sum) of a row.
+template <int BLOCKS, int BITS, int CHAINS, int QUADS, class Weights, class Place, class Finish>
+DEVICE void quads_linear(int first, int apart, int tiles, const FixedRows& x, int rows, Weights weights_of, Place place_of, Finish finish) {
+    typedef RowTiles<BLOCKS, BITS, QUADS, CHAINS> T;
     // Behind the slots.
-    typename T::Shared& shared = *(typename T::Shared*)(dynamic_shared + ROW_WARPS * 4 * BLOCK4);
+    typename T::Shared& shared = *(typename T::Shared*)(dynamic_shared + ROW_SLOT_BYTES);
     T t(dynamic_shared);
-    auto address = [&](int index, int block) {
-        return weights + ((u64)(first + index * gridDim.x) * BLOCKS + block) * T::BYTES;
-    };
+    auto address = [&](int index, int block) { return weights_of(first + index * apart, block); };
     launch_dependents();
     t.fill(tiles, address);
     wait_for_inputs();
-    auto made = finish();
+    auto take = finish(min(row_of_thread<QUADS>(), rows - 1));
     t.run(
-        shared, tiles, rows, x, address, [](int) { return 0; },
-        [&](int, int row, int block) { return row < rows ? row * x.width + block * BLOCK_INPUTS : -1; },
-        [&](int index, int row, int output, float sum) { made(first + index * gridDim.x, row, output, sum, row < rows); });
+        shared, tiles, x, address, [](int) { return 0; },
+        [&](int, int row, int block) { return row < rows ? row * x.width + place_of(block) : -1; },
+        [&](int index, int row, int output, float sum) { take(first + index * apart, row, output, sum, row < rows); });
+}
+template <int BLOCKS, int BITS, int CHAINS, class Weights, class Place, class Finish>
+DEVICE void rows_linear(int first, int apart, int tiles, const FixedRows& x, int rows, Weights weights, Place place, Finish finish) {
+    if (rows <= 4) quads_linear<BLOCKS, BITS, CHAINS, 1>(first, apart, tiles, x, rows, weights, place, finish);
+    else if (rows <= 8) quads_linear<BLOCKS, BITS, CHAINS, 2>(first, apart, tiles, x, rows, weights, place, finish);
+    else quads_linear<BLOCKS, BITS, CHAINS, 4>(first, apart, tiles, x, rows, weights, place, finish);
+}
+// Of a matrix whose tiles lie one after the other, for inputs that do as well. CTAs take every `gridDim.x`-th tile.
+template <int BLOCKS, int BITS, class Finish>
+DEVICE void rows_linear(const char* weights, int first, int tiles, const FixedRows& x, int rows, Finish finish) {
+    rows_linear<BLOCKS, BITS, 2>(
+        first, gridDim.x, tiles, x, rows,
+        [=](int tile, int block) { return weights + ((u64)tile * BLOCKS + block) * (BITS == 4 ? BLOCK4 : BLOCK8); },
+        [](int block) { return block * BLOCK_INPUTS; }, finish);
 }
 
 // Norm and the projections of a mixer, to out [rows, stride].
-KERNEL(ROW_THREADS, 2)
+KERNEL(ROW_THREADS, ROW_CTAS)
 rows_project(const char* weights, int tiles, FixedRows x, int rows, const float* squares, float* out, int stride) {
-    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(tiles), x, rows, [&] {
-        const float scale = row_scale(squares, threadIdx.x >> 4);
+    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(tiles), x, rows, [&](int own) {
+        const float scale = row_scale(squares, own);
         return [=](int tile, int row, int output, float sum, bool there) {
             if (there) out[row * stride + tile * 16 + output] = sum * scale;
         };
     });
 }
 
-// Output projections, added to h [rows, HIDDEN].
-template <int BLOCKS> DEVICE void rows_output(const char* weights, const FixedRows& x, int rows, float* h) {
-    rows_linear<BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(HIDDEN / 16), x, rows, [&] {
-        return [=](int tile, int row, int output, float sum, bool there) {
-            float* to = h + row * HIDDEN + tile * 16 + output;
-            if (there) *to = load_cg(to) + sum;
-        };
-    });
+// Output projections, to parts [rows, 2, HIDDEN]: a CTA has a tile's even or its odd blocks.
+template <int BLOCKS> DEVICE void rows_output(const char* weights, const FixedRows& x, int rows, float* parts) {
+    constexpr int HALF = (BLOCKS + 1) / 2;
+    const int odd = blockIdx.x & 1;
+    // Of an odd number of blocks the last odd one is not there: it repeats a block and has no inputs.
+    rows_linear<HALF, 4, 1>(
+        blockIdx.x >> 1, 1, 1, x, rows,
+        [=](int tile, int block) { return weights + ((u64)tile * BLOCKS + min(2 * block + odd, BLOCKS - 1)) * BLOCK4; },
+        [=](int block) { return 2 * block + odd < BLOCKS ? (2 * block + odd) * BLOCK_INPUTS : -(1 << 30); },
+        [&](int) {
+            return [=](int tile, int row, int output, float sum, bool there) {
+                if (there) parts[(row * 2 + odd) * HIDDEN + tile * 16 + output] = sum;
+            };
+        });
 }
-KERNEL(ROW_THREADS, 2) rows_delta_output(const char* weights, FixedRows x, int rows, float* h) {
-    rows_output<VALUE_BLOCKS>(weights, x, rows, h);
+KERNEL(ROW_THREADS, ROW_CTAS) rows_delta_output(const char* weights, FixedRows x, int rows, float* parts) {
+    rows_output<VALUE_BLOCKS>(weights, x, rows, parts);
 }
-KERNEL(ROW_THREADS, 2) rows_attention_output(const char* weights, FixedRows x, int rows, float* h) {
-    rows_output<QUERY_BLOCKS>(weights, x, rows, h);
+KERNEL(ROW_THREADS, ROW_CTAS) rows_attention_output(const char* weights, FixedRows x, int rows, float* parts) {
+    rows_output<QUERY_BLOCKS>(weights, x, rows, parts);
 }
 
 // Norm, router and shared gate to logits [rows, ROUTER_ROWS], gate and up of the shared expert to activation
 // [rows, DOWN_BLOCKS * 256]. A CTA per tile.
-KERNEL(ROW_THREADS, 2)
+KERNEL(ROW_THREADS, ROW_CTAS)
 rows_route_and_share(const char* router, const char* shared_up, FixedRows x, int rows, const float* squares, float* logits,
                      float* activation) {
     if (blockIdx.x < ROUTER_TILES) {
-        rows_linear<HIDDEN_BLOCKS, 8>(router, blockIdx.x, 1, x, rows, [&] {
-            const float scale = row_scale(squares, threadIdx.x >> 4);
+        rows_linear<HIDDEN_BLOCKS, 8>(router, blockIdx.x, 1, x, rows, [&](int own) {
+            const float scale = row_scale(squares, own);
             return [=](int tile, int row, int output, float sum, bool there) {
                 if (there) logits[row * ROUTER_ROWS + tile * 16 + output] = sum * scale;
             };
         });
     } else {
-        rows_linear<HIDDEN_BLOCKS, 4>(shared_up, blockIdx.x - ROUTER_TILES, 1, x, rows, [&] {
-            const float scale = row_scale(squares, threadIdx.x >> 4);
+        rows_linear<HIDDEN_BLOCKS, 4>(shared_up, blockIdx.x - ROUTER_TILES, 1, x, rows, [&](int own) {
+            const float scale = row_scale(squares, own);
             return [=](int tile, int row, int output, float sum, bool there) {
                 sum *= scale;
                 const float up = __shfl_down_sync(FULL, sum, 8);
@@ -375,14 +420,17 @@ DEVICE int2 share_of_cta(int total) {
 }
 
 // Gate and up of the chosen experts: x [rows, HIDDEN] to activation.
-KERNEL(ROW_THREADS, 2)
+KERNEL(ROW_THREADS, ROW_CTAS + 1)
 rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRows x, const float* squares, float* activation) {
     typedef RowTiles<HIDDEN_BLOCKS, 4, 1> T;
     __shared__ T::Shared shared;
     __shared__ Meeting meetings[MEETINGS];
+    __shared__ float scales[ROWS];
     T t(dynamic_shared);
     wait_for_inputs();
     launch_dependents();
+    // Of rows that are not there as well: nothing asks for them.
+    if (threadIdx.x < ROWS) scales[threadIdx.x] = row_scale(squares, threadIdx.x);
     const int2 tiles = share_of_cta(load_meetings(meetings, list, list_count) * EXPERT_TILES);
     auto address = [&](int index, int block) {
         const int tile = tiles.x + index;
@@ -391,7 +439,7 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
     };
     t.fill(tiles.y - tiles.x, address);
     t.run(
-        shared, tiles.y - tiles.x, 4, x, address, [&](int index) { return (tiles.x + index) / EXPERT_TILES; },
+        shared, tiles.y - tiles.x, x, address, [&](int index) { return (tiles.x + index) / EXPERT_TILES; },
         [&](int index, int row, int block) {
             const Meeting& m = meetings[(tiles.x + index) / EXPERT_TILES];
             return row < m.count ? (int)(m.pairs[row] / SHARES) * x.width + block * BLOCK_INPUTS : -1;
@@ -401,7 +449,7 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
             const Meeting& m = meetings[tile / EXPERT_TILES];
             const bool there = row < m.count;
             const u32 pair = there ? m.pairs[row] : 0;
-            sum *= row_scale(squares, pair / SHARES);
+            sum *= scales[pair / SHARES];
             const float up = __shfl_down_sync(FULL, sum, 8);
             if (there && output < 8)
                 activation[(u64)(pair / SHARES) * DOWN_BLOCKS * BLOCK_INPUTS + pair % SHARES * EXPERT_STRIDE +
@@ -411,13 +459,13 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
 
 // Down projections of the chosen experts and of the shared one, weighted, block by block to parts [rows, DOWN_BLOCKS, HIDDEN].
 // x [rows, DOWN_BLOCKS * 256].
-KERNEL(ROW_THREADS, 2)
+KERNEL(ROW_THREADS, ROW_CTAS + 1)
 rows_down(const char* experts, const char* shared_down, const Meeting* list, const u32* list_count, const float* weights,
           FixedRows x, int rows, float* parts) {
     constexpr int TILES = HIDDEN / 16, ROUTED = TILES * EXPERT_BLOCKS, SHARED = TILES * SHARED_BLOCKS;
     __shared__ Meeting meetings[MEETINGS];
     __shared__ float2 scales[ROW_WARPS][16];
-    BlockStream<BLOCK4, 4> stream(dynamic_shared);
+    BlockStream<BLOCK4, ROW_SLOTS4> stream(dynamic_shared);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     launch_dependents();
     // The kernels that made them are complete: the one between launched this only after it had waited.
@@ -459,41 +507,52 @@ rows_down(const char* experts, const char* shared_down, const Meeting* list, con
             __syncwarp();
         }
         const char* from = stream.wait();
-        block_times_rows<4>(from, inputs, scales[warp], 1, lane, [&](int, float y0, float y1) {
+        block_times_rows<4>(from, inputs, scales[warp], lane, [&](int, float y0, float y1) {
             const int pair = pair_of(lane & 3);
             if (pair < 0) return;
             float* to = parts + (u64)block_of(pair) * HIDDEN + tile * 16 + (lane >> 2);
             to[0] = y0;
             to[8] = y1;
         });
-        stream.next(share.y - share.x, address);
+        stream.next(i, share.y - share.x, address);
     }
 }
 
 // Final norm and head: logits [rows, VOCAB], and of every CTA each row's best, best [rows, CTAs].
-KERNEL(ROW_THREADS, 2)
+KERNEL(ROW_THREADS, ROW_CTAS)
 rows_head(const char* weights, const Run* runs, FixedRows x, int rows, const float* squares, float* logits, Best* best) {
     constexpr float LOWEST = -3.402823466e+38f;
-    Best own{LOWEST, 0xffffffffu, 0, 0};
-    const int row = threadIdx.x >> 4;
-    const u32 limit = row < rows ? min(runs[row].vocab_limit, (u32)VOCAB) : 0;
-    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(VOCAB_TILES), x, rows, [&] {
-        const float scale = row_scale(squares, row);
+    __shared__ u32 bad[ROWS];
+    if (threadIdx.x < ROWS) bad[threadIdx.x] = 0;
+    float highest = LOWEST;
+    u32 highest_id = 0xffffffffu;
+    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(VOCAB_TILES), x, rows, [&](int own) {
+        const float scale = row_scale(squares, own);
         return [&, scale](int tile, int row, int output, float sum, bool there) {
             sum *= scale;
             const u32 id = tile * 16 + output;
             if (!there || id >= VOCAB) return;
             logits[(u64)row * VOCAB + id] = sum;
-            if (!(fabsf(sum) <= -LOWEST)) own.bad = 1;
-            const Best candidate{sum, id, 0, 0};
-            if (id < limit && above(candidate, own)) own.logit = sum, own.id = id;
+            if (!(fabsf(sum) <= -LOWEST)) atomicOr(&bad[row], 1u);
+            // Ids of a thread rise: the first of equal ones stays.
+            if (id < runs[row].vocab_limit && sum > highest) highest = sum, highest_id = id;
         };
     });
+    Best own{highest, highest_id, 0, 0};
 #pragma unroll
     for (int d = 8; d > 0; d /= 2) {
         const Best other{__shfl_xor_sync(FULL, own.logit, d), __shfl_xor_sync(FULL, own.id, d), 0, 0};
-        own.bad |= __shfl_xor_sync(FULL, own.bad, d);
         if (above(other, own)) own.logit = other.logit, own.id = other.id;
     }
-    if ((threadIdx.x & 15) == 0 && row < rows) best[row * gridDim.x + blockIdx.x] = own;
+    // Sixteen threads finish the outputs of a row; of few rows several times sixteen.
+    __shared__ Best halves[ROW_THREADS / 16];
+    if ((threadIdx.x & 15) == 0) halves[threadIdx.x >> 4] = own;
+    __syncthreads();
+    const int row = threadIdx.x, distance = rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
+    if (row >= rows) return;
+    own = halves[row];
+    for (int i = row + distance; i < ROW_THREADS / 16; i += distance)
+        if (above(halves[i], own)) own = halves[i];
+    own.bad = bad[row];
+    best[row * gridDim.x + blockIdx.x] = own;
 }

@@ -2,7 +2,7 @@
 
 use lily_backend::Result;
 
-use super::{BLOCK_INPUTS, BLOCK4_BYTES, FixedRows, Kernels, Pass, Sizes, TILE_ROWS, arguments, blocks};
+use super::{BLOCK_INPUTS, BLOCK4_BYTES, BLOCK8_BYTES, FixedRows, Kernels, Pass, Sizes, TILE_ROWS, arguments, blocks};
 use crate::device::Pointer;
 
 /// Most rows that share a pass.
@@ -11,16 +11,20 @@ pub(crate) const ROWS: usize = 16;
 const QUAD: usize = 4;
 const WARPS: usize = 8;
 const THREADS: usize = 32 * WARPS;
-/// Blocks that a warp has on the way.
-const SLOTS: usize = 4;
-/// Warps of the kernels that round to fixed point, each with a block of a row.
-const FIX_WARPS: usize = 8;
+/// Blocks of 8 bits that a warp has on the way.
+const SLOTS: usize = 2;
+/// The same of 4 bits.
+const SLOTS4: usize = 3;
+/// Slots alone.
+pub(super) fn shared_of_experts(_: &Sizes) -> usize {
+    WARPS * SLOTS4 * BLOCK4_BYTES
+}
 
 /// Slots; sums of about three blocks per warp or of one tile, whichever are more; scale and sum of each row's groups for every warp.
 pub(super) fn shared(s: &Sizes) -> usize {
     let most_blocks = blocks(s.hidden.max(s.value_width).max(s.query_width));
     let sums = most_blocks.max(3 * WARPS) * ROWS * TILE_ROWS * 4;
-    WARPS * SLOTS * BLOCK4_BYTES + sums + WARPS * ROWS * 4 * 8
+    WARPS * SLOTS * BLOCK8_BYTES + sums + WARPS * ROWS * 4 * 8
 }
 
 /// Who meets which expert, of a pass with several rows.
@@ -44,6 +48,16 @@ impl Meetings {
     }
 }
 
+/// What is still to be added to the stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parts {
+    Nothing,
+    /// `[rows, 2, hidden]` by an output projection.
+    Mixed,
+    /// `[rows, blocks, hidden]` by experts.
+    Experts,
+}
+
 /// Inputs whose norm's scale is still to be applied.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Normed {
@@ -59,23 +73,28 @@ impl Kernels {
         self.sizes.down_blocks() * BLOCK_INPUTS
     }
 
+    /// As many CTAs as fit of those that experts stream through.
+    fn experts_grid(pass: &Pass<'_>) -> (usize, usize) {
+        (3 * pass.device.processors as usize, 1)
+    }
+
     /// Twice as many CTAs as processors, which is as many as fit.
-    fn rows_grid(&self, pass: &Pass<'_>, tiles: usize) -> (usize, usize) {
+    fn rows_grid(pass: &Pass<'_>, tiles: usize) -> (usize, usize) {
         (tiles.min(2 * pass.device.processors as usize), 1)
     }
 
-    /// Adds the experts' `parts`, if there are any, to `rows` rows of `h`, and takes their norm.
+    /// Adds `parts` to `rows` rows of `h`, and takes their norm.
     pub(crate) fn rows_norm(
         &self,
         pass: &Pass<'_>,
-        (h, parts): (Pointer, Pointer),
+        h: Pointer,
+        (parts, kind): (Pointer, Parts),
         norm: Pointer,
         rows: usize,
         out: Normed,
     ) -> Result<()> {
-        let grid = (rows * blocks(self.sizes.hidden)).div_ceil(FIX_WARPS);
-        let rows = rows as i32;
-        pass.launch(self.rows_norm, (grid, 1), 256, arguments![h, parts, norm, rows, out.x, out.squares])
+        let (grid, kind) = (rows * blocks(self.sizes.hidden), kind as i32);
+        pass.launch(self.rows_norm, (grid, 1), 64, arguments![h, parts, kind, norm, out.x, out.squares])
     }
 
     /// Rounds `rows` rows, with the scale of the gated norm where `squares` are given.
@@ -86,9 +105,8 @@ impl Kernels {
         rows: usize,
         out: FixedRows,
     ) -> Result<()> {
-        let grid = (rows * out.width as usize / BLOCK_INPUTS).div_ceil(FIX_WARPS);
-        let rows = rows as i32;
-        pass.launch(self.rows_fix, (grid, 1), 256, arguments![x, squares, rows, out])
+        let grid = rows * out.width as usize / BLOCK_INPUTS;
+        pass.launch(self.rows_fix, (grid, 1), 32, arguments![x, squares, out])
     }
 
     /// The `tiles` tiles of a mixer's projections, to `out` `[rows, 16 tiles]`.
@@ -100,35 +118,35 @@ impl Kernels {
         rows: usize,
         out: Pointer,
     ) -> Result<()> {
-        let (grid, stride) = (self.rows_grid(pass, tiles), (tiles * TILE_ROWS) as i32);
+        let (grid, stride) = (Self::rows_grid(pass, tiles), (tiles * TILE_ROWS) as i32);
         let (tiles, rows) = (tiles as i32, rows as i32);
         pass.launch(self.rows_project, grid, THREADS, arguments![weights, tiles, n.x, rows, n.squares, out, stride])
     }
 
-    /// Output projection of a delta layer, added to `h`.
+    /// Output projection of a delta layer, to `parts`, see [`Parts::Mixed`].
     pub(crate) fn rows_delta_output(
         &self,
         pass: &Pass<'_>,
         weights: Pointer,
         x: FixedRows,
         rows: usize,
-        h: Pointer,
+        parts: Pointer,
     ) -> Result<()> {
-        let (grid, rows) = (self.rows_grid(pass, self.sizes.hidden / TILE_ROWS), rows as i32);
-        pass.launch(self.rows_delta_output, grid, THREADS, arguments![weights, x, rows, h])
+        let (grid, rows) = ((2 * self.sizes.hidden / TILE_ROWS, 1), rows as i32);
+        pass.launch(self.rows_delta_output, grid, THREADS, arguments![weights, x, rows, parts])
     }
 
-    /// Output projection of an attention layer, added to `h`.
+    /// Output projection of an attention layer, to `parts`, see [`Parts::Mixed`].
     pub(crate) fn rows_attention_output(
         &self,
         pass: &Pass<'_>,
         weights: Pointer,
         x: FixedRows,
         rows: usize,
-        h: Pointer,
+        parts: Pointer,
     ) -> Result<()> {
-        let (grid, rows) = (self.rows_grid(pass, self.sizes.hidden / TILE_ROWS), rows as i32);
-        pass.launch(self.rows_attention_output, grid, THREADS, arguments![weights, x, rows, h])
+        let (grid, rows) = ((2 * self.sizes.hidden / TILE_ROWS, 1), rows as i32);
+        pass.launch(self.rows_attention_output, grid, THREADS, arguments![weights, x, rows, parts])
     }
 
     /// Router and shared gate to `logits`, gate and up of the shared expert to `activation`.
@@ -161,7 +179,7 @@ impl Kernels {
         n: Normed,
         activation: Pointer,
     ) -> Result<()> {
-        let grid = self.rows_grid(pass, usize::MAX);
+        let grid = Self::experts_grid(pass);
         pass.launch(self.rows_up, grid, THREADS, arguments![weights, m.list, m.count, n.x, n.squares, activation])
     }
 
@@ -174,7 +192,7 @@ impl Kernels {
         (x, rows): (FixedRows, usize),
         parts: Pointer,
     ) -> Result<()> {
-        let (grid, rows) = (self.rows_grid(pass, usize::MAX), rows as i32);
+        let (grid, rows) = (Self::experts_grid(pass), rows as i32);
         let arguments = arguments![experts, shared, m.list, m.count, m.weights, x, rows, parts];
         pass.launch(self.rows_down, grid, THREADS, arguments)
     }
