@@ -16,35 +16,61 @@ const LARGE_TILE: usize = 64;
 const SMALL_TILE: usize = 16;
 const Q8_TILE: usize = 32;
 
-/// Tokens of a CTA of the wide form at most.
+/// Tokens of a CTA of the wide form at most, and of the narrow one.
 const WIDE_TILE: usize = 128;
-/// Four stages of 128 inputs of 128 tokens with their groups and of 128 rows of codes with their scales, 8 bits the most; and room to
-/// begin at a multiple of 1024.
-const WIDE_SHARED: usize = 4 * (2 * 128 * 128 + 2 * 128 * 8 + 8 * (2048 + 256)) + 1024;
+const NARROW_TILE: usize = 32;
+/// The most of the wide form of 8-bit weights.
+const Q8_WIDE_TILE: usize = 64;
+/// Up to this mean number of tokens that an expert meets the narrow form is faster: most experts have one of its tiles.
+const NARROW_EXPERT_TOKENS: usize = 24;
+
+/// Stages of 128 inputs of `tokens` tokens with their groups and of 128 rows of codes with their scales, each beginning at a multiple of
+/// 1024.
+const fn wide_shared(tokens: usize, stages: usize, codes: usize) -> u32 {
+    let stage = 2 * 128 * tokens + 2 * 8 * tokens + WARPS * (codes + 256);
+    (stages * stage.next_multiple_of(1024) + 1024) as u32
+}
 /// The compute capability whose tensor cores the wide forms of kernels are for.
 pub(super) const WIDE_ARCH: u32 = 90;
 
-/// The kernels of the wide form.
+/// The kernels of the wide form, or of the narrow one.
+pub(crate) struct Forms {
+    store: (Function, u32),
+    add: (Function, u32),
+    swiglu: (Function, u32),
+    q8: (Function, u32),
+}
+
+/// Kernels for Hopper.
 pub(crate) struct Wide {
-    store: Function,
-    add: Function,
-    swiglu: Function,
-    q8: Function,
+    wide: Forms,
+    narrow: Forms,
 }
 
 impl Wide {
+    fn forms(&self, tile: usize) -> &Forms {
+        if tile == NARROW_TILE { &self.narrow } else { &self.wide }
+    }
+
     /// Those of a module for `arch`, if it is the one that has them.
     pub(super) fn load(module: &Module, arch: u32) -> Result<Option<Wide>> {
         if arch != WIDE_ARCH {
             return Ok(None);
         }
-        let function = |name| module.function(name, WIDE_SHARED as u32);
-        Ok(Some(Wide {
-            store: function("gemm_q4_store_wide")?,
-            add: function("gemm_q4_add_wide")?,
-            swiglu: function("gemm_q4_swiglu_wide")?,
-            q8: function("gemm_q8_store_wide")?,
-        }))
+        let forms = |names: [&'static str; 4], tokens: usize, stages| -> Result<Forms> {
+            let q4 = wide_shared(tokens, stages, 1024);
+            let q8 = wide_shared(tokens.min(Q8_WIDE_TILE), stages, 2048);
+            let [store, add, swiglu, q8_store] = names;
+            Ok(Forms {
+                store: (module.function(store, q4)?, q4),
+                add: (module.function(add, q4)?, q4),
+                swiglu: (module.function(swiglu, q4)?, q4),
+                q8: (module.function(q8_store, q8)?, q8),
+            })
+        };
+        let wide = ["gemm_q4_store_wide", "gemm_q4_add_wide", "gemm_q4_swiglu_wide", "gemm_q8_store_wide"];
+        let narrow = ["gemm_q4_store_narrow", "gemm_q4_add_narrow", "gemm_q4_swiglu_narrow", "gemm_q8_store_narrow"];
+        Ok(Some(Wide { wide: forms(wide, WIDE_TILE, 4)?, narrow: forms(narrow, NARROW_TILE, 3)? }))
     }
 }
 
@@ -122,6 +148,7 @@ impl Kernels {
     /// Pairs that a tile of experts' tokens has, for `tokens` tokens.
     pub(crate) fn expert_tile(&self, tokens: usize) -> usize {
         match self.wide {
+            Some(_) if tokens * self.sizes.top_k <= NARROW_EXPERT_TOKENS * self.sizes.experts => NARROW_TILE,
             Some(_) => WIDE_TILE,
             None if tokens * self.sizes.top_k >= LARGE_EXPERT_TOKENS * self.sizes.experts => LARGE_TILE,
             None => SMALL_TILE,
@@ -134,7 +161,7 @@ impl Kernels {
         match self.wide {
             Some(_) => {
                 let fills = |tile: &usize| rows.div_ceil(*tile) * groups >= pass.device.processors as usize;
-                [WIDE_TILE, 64].into_iter().find(fills).unwrap_or(32)
+                [WIDE_TILE, 64].into_iter().find(fills).unwrap_or(NARROW_TILE)
             }
             None if rows >= LARGE_TOKENS => LARGE_TILE,
             None => SMALL_TILE,
@@ -157,9 +184,9 @@ impl Kernels {
 
     fn gemm(&self, pass: &Pass<'_>, gemm: &Gemm, finish: Finish, token_tiles: usize, tile: usize) -> Result<()> {
         let kernel = match (finish, tile, &self.wide) {
-            (Finish::Store, _, Some(wide)) => (wide.store, WIDE_SHARED as u32),
-            (Finish::Add, _, Some(wide)) => (wide.add, WIDE_SHARED as u32),
-            (Finish::SwiGlu, _, Some(wide)) => (wide.swiglu, WIDE_SHARED as u32),
+            (Finish::Store, tile, Some(wide)) => wide.forms(tile).store,
+            (Finish::Add, tile, Some(wide)) => wide.forms(tile).add,
+            (Finish::SwiGlu, tile, Some(wide)) => wide.forms(tile).swiglu,
             (Finish::Store, LARGE_TILE, None) => self.gemm_q4_store_large,
             (Finish::Store, _, None) => self.gemm_q4_store_small,
             (Finish::Add, LARGE_TILE, None) => self.gemm_q4_add_large,
@@ -176,7 +203,10 @@ impl Kernels {
     pub(crate) fn gemm_q8(&self, pass: &Pass<'_>, gemm: &Gemm) -> Result<()> {
         let (rows, groups) = (gemm.rows as usize, (gemm.tiles as usize).div_ceil(WARPS));
         let (kernel, tile) = match &self.wide {
-            Some(wide) => ((wide.q8, WIDE_SHARED as u32), self.tile(pass, rows, groups)),
+            Some(wide) => {
+                let tile = self.tile(pass, rows, groups).min(Q8_WIDE_TILE);
+                (wide.forms(tile).q8, tile)
+            }
             None => (self.gemm_q8_store, Q8_TILE),
         };
         let gemm = Gemm { tile: tile as i32, ..*gemm };
@@ -191,7 +221,7 @@ mod tests {
     #[test]
     fn tiles_suffice_for_lists_however_they_are_spread() {
         for (tokens, top_k, experts) in [(1, 8, 256), (16, 8, 256), (4096, 8, 256), (300, 2, 8), (7, 4, 16)] {
-            for tile in [SMALL_TILE, LARGE_TILE, WIDE_TILE] {
+            for tile in [SMALL_TILE, NARROW_TILE, LARGE_TILE, WIDE_TILE] {
                 // The worst: as many experts as can have one pair beyond whole tiles.
                 let pairs = tokens * top_k;
                 let spread = experts.min(pairs);

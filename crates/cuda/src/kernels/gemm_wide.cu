@@ -9,16 +9,19 @@
 // Bytes moved: weights once per 128 tokens, fixed-point inputs once per 128 rows.
 
 constexpr int WIDE_WARPGROUPS = 2;
-constexpr int WIDE_STAGES = 4;
 constexpr int WIDE_INPUTS = 128;
 constexpr int WIDE_TOKENS = 128;
+constexpr int HALF_WIDE_TOKENS = 64;   // of 8-bit weights, of which there are few
+constexpr int NARROW_TOKENS = 32;
 constexpr int WIDE_WARPS = 4 * WIDE_WARPGROUPS;
 constexpr int WIDE_THREADS = 32 * WIDE_WARPS;
-template <int BITS> struct WideStage {
+// Permuted atoms begin at multiples of 1024.
+template <int BITS, int TOKENS> struct __align__(1024) WideStage {
     static constexpr int CODES = BITS == 4 ? 1024 : 2048;   // of half a block
-    u8 high[WIDE_TOKENS * WIDE_INPUTS];
-    u8 low[WIDE_TOKENS * WIDE_INPUTS];
-    float2 groups[2][WIDE_TOKENS];
+    static constexpr int COUNT = TOKENS == NARROW_TOKENS ? 3 : 4;   // in the ring
+    u8 high[TOKENS * WIDE_INPUTS];
+    u8 low[TOKENS * WIDE_INPUTS];
+    float2 groups[2][TOKENS];
     char weights[WIDE_WARPS][CODES + 256];
 };
 
@@ -110,31 +113,28 @@ DEVICE u64 plane_operand(const u8* plane) {
     return (u64)((shared_address(plane) & 0x3ffff) >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
-template <int BITS, int N, Finish FINISH>
-DEVICE void wide(const Gemm& p, char* stages, const u32* rows, const u32* places, int expert, int count) {
+template <int BITS, int TOKENS, int N, Finish FINISH>
+DEVICE void wide(const Gemm& p, const u32* rows, const u32* places, int expert, const int* count) {
     constexpr int BYTES = BITS == 4 ? BLOCK4 : BLOCK8;
-    typedef WideStage<BITS> Stage;
+    typedef WideStage<BITS, TOKENS> Stage;
+    constexpr int STAGES = Stage::COUNT;
+    char* stages = dynamic_shared + (-shared_address(dynamic_shared) & 1023);
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int tile = blockIdx.x * WIDE_WARPS + warp, count_of_stages = 2 * p.blocks;
     const char* weights = p.weights + expert * p.expert_bytes + (u64)min(tile, p.tiles - 1) * p.blocks * BYTES + lane * 16;
     // Pieces of 16 bytes that a thread fetches: eight of high bytes and eight of low ones a token.
     constexpr int PIECES_OF_X = (N * 16 + WIDE_THREADS - 1) / WIDE_THREADS;
-    const u8* plane = tid >> 3 & 1 ? p.x.low : p.x.high;
-    u32 from[PIECES_OF_X];
-#pragma unroll
-    for (int i = 0; i < PIECES_OF_X; i++) {
-        const int token = i * (WIDE_THREADS / 16) + (tid >> 4);
-        from[i] = token < N ? places[token] + (tid & 7) * 16 : 0;
-    }
+    const u8* plane = (tid >> 3 & 1 ? p.x.low : p.x.high) + (tid & 7) * 16;
+    const u32* own_places = places + (tid >> 4);
     auto load = [&](int s) {
         if (s < count_of_stages) {
-            Stage& stage = *(Stage*)(stages + s % WIDE_STAGES * sizeof(Stage));
+            Stage& stage = *(Stage*)(stages + s % STAGES * sizeof(Stage));
             u8* to = (tid >> 3 & 1 ? stage.low : stage.high) + (tid >> 4) * WIDE_INPUTS + (tid & 7 ^ tid >> 4 & 7) * 16;
 #pragma unroll
             for (int i = 0; i < PIECES_OF_X; i++)
                 // Rows of a piece are a multiple of eight apart: they are permuted alike.
                 if ((i + 1) * WIDE_THREADS <= N * 16 || i * (WIDE_THREADS / 16) + (tid >> 4) < N)
-                    copy16(to + i * (WIDE_THREADS / 16) * WIDE_INPUTS, plane + from[i] + s * WIDE_INPUTS);
+                    copy16(to + i * (WIDE_THREADS / 16) * WIDE_INPUTS, plane + (own_places[i * (WIDE_THREADS / 16)] + s * WIDE_INPUTS));
             if (tid < 2 * N)
                 copy8(&stage.groups[tid & 1][tid >> 1], p.x.groups + places[tid >> 1] / GROUP + 2 * s + (tid & 1));
             const char* block = weights + (u64)(s >> 1) * BYTES;
@@ -146,13 +146,13 @@ DEVICE void wide(const Gemm& p, char* stages, const u32* rows, const u32* places
         copy_commit();
     };
 #pragma unroll
-    for (int s = 0; s < WIDE_STAGES - 1; s++) load(s);
+    for (int s = 0; s < STAGES - 1; s++) load(s);
     float sums[N / 2] = {};
     for (int s = 0; s < count_of_stages; s++) {
-        copy_wait<WIDE_STAGES - 2>();
+        copy_wait<STAGES - 2>();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncthreads();
-        const Stage& stage = *(const Stage*)(stages + s % WIDE_STAGES * sizeof(Stage));
+        const Stage& stage = *(const Stage*)(stages + s % STAGES * sizeof(Stage));
         const u64 high = plane_operand(stage.high), low = plane_operand(stage.low);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -175,7 +175,7 @@ DEVICE void wide(const Gemm& p, char* stages, const u32* rows, const u32* places
             Products<N>::add(l, w + 4, low + 4 * j + 2, 1);
             end_products();
             // While they are at work: the next stage.
-            if (j == 0) load(s + WIDE_STAGES - 1);
+            if (j == 0) load(s + STAGES - 1);
             const uint2 scales = *(const uint2*)(stage.weights[warp] + Stage::CODES + (4 * g + 2 * (s & 1) + j) * 8);
             wait_products<N>(h, l);
 #pragma unroll
@@ -191,33 +191,42 @@ DEVICE void wide(const Gemm& p, char* stages, const u32* rows, const u32* places
     }
     if (tile >= p.tiles) return;
 #pragma unroll
-    for (int n = 0; n < N / 8; n++) store_outputs<FINISH>(p, rows, tile, n * 8 + 2 * t, count, g, sums + 4 * n);
+    for (int n = 0; n < N / 8; n++) store_outputs<FINISH>(p, rows, tile, n * 8 + 2 * t, *count, g, sums + 4 * n);
 }
 
-template <int BITS, Finish FINISH> DEVICE void gemm_wide(const Gemm& p) {
-    __shared__ u32 rows[WIDE_TOKENS], places[WIDE_TOKENS];
+template <int BITS, int TOKENS, Finish FINISH> DEVICE void gemm_wide(const Gemm& p) {
+    __shared__ u32 rows[TOKENS], places[TOKENS];
+    __shared__ int shared_count;
     int expert = 0, first = 0, count = 0;
     if (!tokens_of_cta(p, expert, first, count)) return;
-    if (threadIdx.x < WIDE_TOKENS) {
+    if (threadIdx.x < TOKENS) {
         const u32 row = row_of_token(p, expert, first, count, threadIdx.x);
         rows[threadIdx.x] = row;
         places[threadIdx.x] = row / p.share * p.x.width;
     }
+    if (threadIdx.x == 0) shared_count = count;
     __syncthreads();
-    // Permuted atoms begin at multiples of 1024.
-    char* stages = dynamic_shared + (-shared_address(dynamic_shared) & 1023);
-    if (count <= 16) wide<BITS, 16, FINISH>(p, stages, rows, places, expert, count);
-    else if (count <= 32) wide<BITS, 32, FINISH>(p, stages, rows, places, expert, count);
-    else if (count <= 64) wide<BITS, 64, FINISH>(p, stages, rows, places, expert, count);
-    else if (count <= 96) wide<BITS, 96, FINISH>(p, stages, rows, places, expert, count);
-    else wide<BITS, 128, FINISH>(p, stages, rows, places, expert, count);
+    if (count <= 16) wide<BITS, TOKENS, 16, FINISH>(p, rows, places, expert, &shared_count);
+    else if (count <= 32) wide<BITS, TOKENS, 32, FINISH>(p, rows, places, expert, &shared_count);
+    else if constexpr (TOKENS == HALF_WIDE_TOKENS) {
+        wide<BITS, TOKENS, 64, FINISH>(p, rows, places, expert, &shared_count);
+    } else if constexpr (TOKENS == WIDE_TOKENS) {
+        if (count <= 64) wide<BITS, TOKENS, 64, FINISH>(p, rows, places, expert, &shared_count);
+        else if (count <= 96) wide<BITS, TOKENS, 96, FINISH>(p, rows, places, expert, &shared_count);
+        else wide<BITS, TOKENS, 128, FINISH>(p, rows, places, expert, &shared_count);
+    }
 }
 #else
 // Other GPUs take the forms of gemm.cu.
-template <int BITS, Finish FINISH> DEVICE void gemm_wide(const Gemm&) {}
+template <int BITS, int TOKENS, Finish FINISH> DEVICE void gemm_wide(const Gemm&) {}
 #endif
 
-KERNEL(WIDE_THREADS, 1) gemm_q4_store_wide(Gemm p) { gemm_wide<4, STORE>(p); }
-KERNEL(WIDE_THREADS, 1) gemm_q4_add_wide(Gemm p) { gemm_wide<4, ADD>(p); }
-KERNEL(WIDE_THREADS, 1) gemm_q4_swiglu_wide(Gemm p) { gemm_wide<4, SWIGLU>(p); }
-KERNEL(WIDE_THREADS, 1) gemm_q8_store_wide(Gemm p) { gemm_wide<8, STORE>(p); }
+// Narrow: up to 32 tokens, two CTAs or more a processor, so that one streams weights while another begins or ends.
+KERNEL(WIDE_THREADS, 1) gemm_q4_store_wide(Gemm p) { gemm_wide<4, WIDE_TOKENS, STORE>(p); }
+KERNEL(WIDE_THREADS, 1) gemm_q4_add_wide(Gemm p) { gemm_wide<4, WIDE_TOKENS, ADD>(p); }
+KERNEL(WIDE_THREADS, 1) gemm_q4_swiglu_wide(Gemm p) { gemm_wide<4, WIDE_TOKENS, SWIGLU>(p); }
+KERNEL(WIDE_THREADS, 1) gemm_q8_store_wide(Gemm p) { gemm_wide<8, HALF_WIDE_TOKENS, STORE>(p); }
+KERNEL(WIDE_THREADS, 2) gemm_q4_store_narrow(Gemm p) { gemm_wide<4, NARROW_TOKENS, STORE>(p); }
+KERNEL(WIDE_THREADS, 2) gemm_q4_add_narrow(Gemm p) { gemm_wide<4, NARROW_TOKENS, ADD>(p); }
+KERNEL(WIDE_THREADS, 2) gemm_q4_swiglu_narrow(Gemm p) { gemm_wide<4, NARROW_TOKENS, SWIGLU>(p); }
+KERNEL(WIDE_THREADS, 2) gemm_q8_store_narrow(Gemm p) { gemm_wide<8, NARROW_TOKENS, STORE>(p); }

@@ -115,6 +115,11 @@ DEVICE float row_scale(const float* squares, int row) {
     return norm_scale(own);
 }
 
+// Of all rows, for all threads of a CTA when they have met again.
+DEVICE void row_scales(const float* squares, float* scales, int rows) {
+    if (threadIdx.x < rows) scales[threadIdx.x] = row_scale(squares, threadIdx.x);
+}
+
 // ---- Blocks times rows.
 
 // A lane's inputs of a block: of row g / 2 of each quad high (g even) or low bytes of the four groups.
@@ -308,12 +313,13 @@ DEVICE void rows_linear(const char* weights, int first, int tiles, const FixedRo
 }
 
 // Norm and the projections of a mixer, to out [rows, stride].
-KERNEL(ROW_THREADS, ROW_CTAS)
-rows_project(const char* weights, int tiles, FixedRows x, int rows, const float* squares, float* out, int stride) {
-    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(tiles), x, rows, [&](int own) {
-        const float scale = row_scale(squares, own);
-        return [=](int tile, int row, int output, float sum, bool there) {
-            if (there) out[row * stride + tile * 16 + output] = sum * scale;
+KERNEL(ROW_THREADS, 1)
+rows_project(const char* weights, int tiles, FixedRows x, int rows, const float* squares, float* out) {
+    __shared__ float scales[ROWS];
+    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(tiles), x, rows, [&](int) {
+        row_scales(squares, scales, rows);
+        return [&](int tile, int row, int output, float sum, bool there) {
+            if (there) out[(row * tiles + tile) * 16 + output] = sum * scales[row];
         };
     });
 }
@@ -420,7 +426,7 @@ DEVICE int2 share_of_cta(int total) {
 }
 
 // Gate and up of the chosen experts: x [rows, HIDDEN] to activation.
-KERNEL(ROW_THREADS, ROW_CTAS + 1)
+KERNEL(ROW_THREADS, ROW_CTAS)
 rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRows x, const float* squares, float* activation) {
     typedef RowTiles<HIDDEN_BLOCKS, 4, 1> T;
     __shared__ T::Shared shared;
@@ -430,7 +436,7 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
     wait_for_inputs();
     launch_dependents();
     // Of rows that are not there as well: nothing asks for them.
-    if (threadIdx.x < ROWS) scales[threadIdx.x] = row_scale(squares, threadIdx.x);
+    row_scales(squares, scales, ROWS);
     const int2 tiles = share_of_cta(load_meetings(meetings, list, list_count) * EXPERT_TILES);
     auto address = [&](int index, int block) {
         const int tile = tiles.x + index;
@@ -459,7 +465,7 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
 
 // Down projections of the chosen experts and of the shared one, weighted, block by block to parts [rows, DOWN_BLOCKS, HIDDEN].
 // x [rows, DOWN_BLOCKS * 256].
-KERNEL(ROW_THREADS, ROW_CTAS + 1)
+KERNEL(ROW_THREADS, ROW_CTAS)
 rows_down(const char* experts, const char* shared_down, const Meeting* list, const u32* list_count, const float* weights,
           FixedRows x, int rows, float* parts) {
     constexpr int TILES = HIDDEN / 16, ROUTED = TILES * EXPERT_BLOCKS, SHARED = TILES * SHARED_BLOCKS;
@@ -523,22 +529,25 @@ KERNEL(ROW_THREADS, ROW_CTAS)
 rows_head(const char* weights, const Run* runs, FixedRows x, int rows, const float* squares, float* logits, Best* best) {
     constexpr float LOWEST = -3.402823466e+38f;
     __shared__ u32 bad[ROWS];
+    __shared__ float scales[ROWS];
     if (threadIdx.x < ROWS) bad[threadIdx.x] = 0;
-    float highest = LOWEST;
-    u32 highest_id = 0xffffffffu;
-    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(VOCAB_TILES), x, rows, [&](int own) {
-        const float scale = row_scale(squares, own);
-        return [&, scale](int tile, int row, int output, float sum, bool there) {
-            sum *= scale;
+    // Of every thread, in shared memory because registers are what rows need most.
+    __shared__ float highest[ROW_THREADS];
+    __shared__ u32 highest_id[ROW_THREADS];
+    highest[threadIdx.x] = LOWEST, highest_id[threadIdx.x] = 0xffffffffu;
+    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(VOCAB_TILES), x, rows, [&](int) {
+        row_scales(squares, scales, rows);
+        return [&](int tile, int row, int output, float sum, bool there) {
             const u32 id = tile * 16 + output;
             if (!there || id >= VOCAB) return;
+            sum *= scales[row];
             logits[(u64)row * VOCAB + id] = sum;
             if (!(fabsf(sum) <= -LOWEST)) atomicOr(&bad[row], 1u);
             // Ids of a thread rise: the first of equal ones stays.
-            if (id < runs[row].vocab_limit && sum > highest) highest = sum, highest_id = id;
+            if (id < runs[row].vocab_limit && sum > highest[threadIdx.x]) highest[threadIdx.x] = sum, highest_id[threadIdx.x] = id;
         };
     });
-    Best own{highest, highest_id, 0, 0};
+    Best own{highest[threadIdx.x], highest_id[threadIdx.x], 0, 0};
 #pragma unroll
     for (int d = 8; d > 0; d /= 2) {
         const Best other{__shfl_xor_sync(FULL, own.logit, d), __shfl_xor_sync(FULL, own.id, d), 0, 0};

@@ -73,14 +73,9 @@ impl Kernels {
         self.sizes.down_blocks() * BLOCK_INPUTS
     }
 
-    /// As many CTAs as fit of those that experts stream through.
+    /// Twice as many CTAs as processors: as many as fit, and enough to stream; three times as many are slower.
     fn experts_grid(pass: &Pass<'_>) -> (usize, usize) {
-        (3 * pass.device.processors as usize, 1)
-    }
-
-    /// Twice as many CTAs as processors, which is as many as fit.
-    fn rows_grid(pass: &Pass<'_>, tiles: usize) -> (usize, usize) {
-        (tiles.min(2 * pass.device.processors as usize), 1)
+        (2 * pass.device.processors as usize, 1)
     }
 
     /// Adds `parts` to `rows` rows of `h`, and takes their norm.
@@ -118,9 +113,10 @@ impl Kernels {
         rows: usize,
         out: Pointer,
     ) -> Result<()> {
-        let (grid, stride) = (Self::rows_grid(pass, tiles), (tiles * TILE_ROWS) as i32);
+        // One CTA a processor: the inputs of all rows, which each of them reads, are more than its share of the weights.
+        let grid = (tiles.min(pass.device.processors as usize), 1);
         let (tiles, rows) = (tiles as i32, rows as i32);
-        pass.launch(self.rows_project, grid, THREADS, arguments![weights, tiles, n.x, rows, n.squares, out, stride])
+        pass.launch(self.rows_project, grid, THREADS, arguments![weights, tiles, n.x, rows, n.squares, out])
     }
 
     /// Output projection of a delta layer, to `parts`, see [`Parts::Mixed`].
