@@ -91,7 +91,8 @@ fn phases_of_a_token() {
     });
     let (router, inner) = ((s.router, s.activation), (s.activation, s.shared));
     chain("router and shared", &|pass, layer, _| {
-        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router, (w.head, 0)).map(|()| true)
+        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router, (w.head, 0))
+            .map(|()| true)
     });
     chain("experts up", &|pass, layer, _| {
         k.experts_up(pass, (layer.experts_up, layer.shared_down), s.router, (s.h, layer.moe_norm), inner).map(|()| true)

@@ -109,7 +109,8 @@ impl<'a> Bench<'a> {
         let snapshots = match start {
             Start::Prefill => Vec::new(),
             Start::Synthetic => {
-                let synthetic = states.iter().enumerate().map(|(session, state)| self.synthetic(*state, session, context));
+                let synthetic =
+                    states.iter().enumerate().map(|(session, state)| self.synthetic(*state, session, context));
                 synthetic.collect::<anyhow::Result<Vec<SnapshotId>>>()?
             }
         };
@@ -196,7 +197,8 @@ impl<'a> Bench<'a> {
     fn decode(&mut self, states: &[StateId]) -> anyhow::Result<(Vec<u32>, Duration)> {
         let caps = self.backend.caps();
         let in_flight = if caps.overlaps { caps.steps_in_flight } else { 1 };
-        let (mut flights, mut tokens) = (VecDeque::with_capacity(in_flight), Vec::with_capacity(self.decode * states.len()));
+        let (mut flights, mut tokens) =
+            (VecDeque::with_capacity(in_flight), Vec::with_capacity(self.decode * states.len()));
         let started = Instant::now();
         for step in 0..self.decode + in_flight {
             if flights.len() == in_flight || step >= self.decode {

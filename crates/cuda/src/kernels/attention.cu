@@ -88,11 +88,9 @@ struct AttendTiles {
     uint4 values[ATTEND_WARPS][ATTEND_TILE][PIECES];
 };
 
-// Tokens of a part: whole tiles, and not fewer than four, which as many warps take at once: smaller parts would only be more.
-constexpr u32 PART_STEP = 4 * ATTEND_TILE;
+// Tokens of a part: whole tiles.
 DEVICE u32 part_length(u32 tokens, u32 parts) {
-    const u32 length = ((tokens + parts - 1) / parts + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
-    return length < PART_STEP ? PART_STEP : length;
+    return ((tokens + parts - 1) / parts + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
 }
 
 // Partial results of a part: [query head, parts] of maximum and sum, [parts, query head, 256] of values.

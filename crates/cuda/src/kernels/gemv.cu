@@ -393,9 +393,9 @@ route_and_share(const char* router, const char* shared_up, const float* h, const
     }
 }
 
-// ---- Gate and up of the chosen experts: their addresses are known only when the router's logits are. The last CTAs, few blocks
-// for every processor, meanwhile take the down projection of the shared expert, weighted, to shared_out [HIDDEN].
-constexpr int SHARED_DOWN_CTAS = HIDDEN / 16;
+// ---- Gate and up of the chosen experts: their addresses are known only when the router's logits are. The last SHARED_DOWN_CTAS CTAs
+// meanwhile take the down projection of the shared expert, weighted, to shared_out [HIDDEN]: so few that the next kernel finds room.
+constexpr int SHARED_DOWN_CTAS = 16;
 DEVICE void shared_down_part(const char* weights, const float* logits, const float* activation, float* shared_out, int cta) {
     typedef Tiles<SHARED_BLOCKS, 4> T;
     __shared__ T::Shared shared;

@@ -9,6 +9,8 @@ const WARPS: usize = 16;
 const THREADS: usize = 32 * WARPS;
 /// Blocks that a warp has on the way. More let the streams of neighbouring kernels push each other out: two CTAs must fit.
 const SLOTS: usize = 2;
+/// CTAs for the shared expert beside those of the others. With more there is no room for the next kernel to begin early.
+const SHARED_DOWN_CTAS: usize = 16;
 
 /// Dynamic shared memory of these kernels: slots, of which one of an 8-bit block is smaller than two of 4-bit ones, and each
 /// warp's part of a norm's weights.
@@ -81,7 +83,7 @@ impl Kernels {
     ) -> Result<()> {
         let (grid, _) = grid(pass, self.sizes.top_k * self.sizes.expert_width / 8);
         let arguments = arguments![up, shared_down, logits, h, norm, activation, shared];
-        pass.launch(self.experts_up, (grid + self.sizes.hidden / TILE_ROWS, 1), THREADS, arguments)
+        pass.launch(self.experts_up, (grid + SHARED_DOWN_CTAS, 1), THREADS, arguments)
     }
 
     /// Down projections of the chosen experts, weighted, and `shared`, added to `h`.
