@@ -1,15 +1,16 @@
 //! `bench-peers`: lily against the fastest peer of a device, on random weights of the same shape, in turns.
 //!
 //! Minutes apart, a shared machine differs more than two engines do. So the engines take turns: run by run on a cut of
-//! the model that fits into memory twice, in blocks of several runs at full size. Each turn begins with reading the
-//! engine's file into the page cache.
+//! the model that fits into memory twice, in blocks of several runs at full size. Each turn begins as the first start after
+//! a boot does, with no page of either file in memory, and an engine that reads its own into pages of its choice; lily
+//! asks for large ones, and a file that has just been written lies in small ones.
 
 mod gguf;
 mod llama;
 mod process;
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -93,16 +94,18 @@ pub fn run(args: &Args) -> Result<()> {
     let mut records: Vec<Value> = Vec::new();
     for turn in 1..=turns {
         eprintln!("bench-peers: turn {turn} of {turns}");
-        read_files(&pair.model)?;
-        let new = pair.lily(rounds, &mut lily)?;
+        pair.forget()?;
+        pair.lily(&[SHORT], 1, 1, &mut Numbers::default())?;
+        let new = pair.lily(&CONTEXTS, rounds, DECODE, &mut lily)?;
         for (old, new) in records.iter().zip(&new) {
             let (old, new) = (&old["digest"], &new["digest"]);
             ensure!(old == new, "lily sampled other tokens ({new}) than in its first turn ({old})");
         }
         records = new;
-        read_files(&pair.gguf)?;
-        let threads = records[0]["threads"].as_u64().context("lily names no threads")?;
-        pair.peer(rounds, threads as usize, &mut peer)?;
+        let threads = records[0]["threads"].as_u64().context("lily names no threads")? as usize;
+        pair.forget()?;
+        llama::bench(&pair.llama, &pair.gguf, threads, &["-p", "64", "-n", "1", "-r", "1"])?;
+        pair.peer(rounds, threads, &mut peer)?;
     }
     report(&lily, &peer);
     let out = args.out.clone().unwrap_or_else(|| crate::root().join("bench/results/cpu-peers.jsonl"));
@@ -138,20 +141,38 @@ impl<'a> Pair<'a> {
         Ok(Pair { args, lily, model, llama, gguf })
     }
 
+    /// Takes both files out of the page cache.
+    fn forget(&self) -> Result<()> {
+        for path in [&self.model, &self.gguf] {
+            let files = match path.is_dir() {
+                true => std::fs::read_dir(path)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?,
+                false => vec![path.clone()],
+            };
+            for file in files {
+                // Pages that are not on the disk yet stay.
+                File::open(&file)?.sync_all()?;
+                let mut name = std::ffi::OsString::from("if=");
+                name.push(&file);
+                process::run(Command::new("dd").arg(name).args(["iflag=nocache", "count=0", "status=none"]))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Measures lily and gives its records, one per context.
-    fn lily(&self, rounds: usize, numbers: &mut Numbers) -> Result<Vec<Value>> {
+    fn lily(&self, contexts: &[usize], rounds: usize, decode: usize, numbers: &mut Numbers) -> Result<Vec<Value>> {
         let file = tempfile::NamedTempFile::new()?;
         let mut command = Command::new(&self.lily);
         command.arg("bench").arg("--model").arg(&self.model).arg("--json").arg(file.path());
-        command.args(["--contexts", &CONTEXTS.map(|n| n.to_string()).join(",")]);
-        command.args(["--rounds", &rounds.to_string(), "--decode", &DECODE.to_string()]);
+        command.args(["--contexts", &contexts.iter().map(usize::to_string).collect::<Vec<_>>().join(",")]);
+        command.args(["--rounds", &rounds.to_string(), "--decode", &decode.to_string()]);
         command.args(self.args.threads.iter().flat_map(|n| ["--threads".to_owned(), n.to_string()]));
         command.args(self.args.lily_options.split_whitespace());
         let finished = process::run(&mut command)?;
         numbers.peak_memory = numbers.peak_memory.max(finished.peak_memory);
         let text = std::fs::read_to_string(file.path())?;
         let records = text.lines().map(serde_json::from_str).collect::<Result<Vec<Value>, _>>()?;
-        for (context, record) in CONTEXTS.into_iter().zip(&records) {
+        for (&context, record) in contexts.iter().zip(&records) {
             ensure!(record["context"] == context, "lily recorded {} where {context} was due", record["context"]);
             for key in [PREFILL, DECODING, READ, SHARE] {
                 let rounds = record[key]["rounds"].as_array().with_context(|| format!("lily recorded no {key}"))?;
@@ -159,7 +180,7 @@ impl<'a> Pair<'a> {
                 numbers.add(key, context, &rounds);
             }
         }
-        ensure!(records.len() == CONTEXTS.len(), "lily recorded {} contexts of {}", records.len(), CONTEXTS.len());
+        ensure!(records.len() == contexts.len(), "lily recorded {} contexts of {}", records.len(), contexts.len());
         Ok(records)
     }
 
@@ -191,20 +212,6 @@ fn build_lily() -> Result<PathBuf> {
     let xtask = std::env::current_exe()?;
     let target = xtask.ancestors().nth(2).context("xtask runs outside a target directory")?;
     Ok(target.join("release").join(format!("lily{}", std::env::consts::EXE_SUFFIX)))
-}
-
-/// Reads a file or the files of a directory, so that the page cache holds them and not those of the other engine.
-fn read_files(path: &Path) -> Result<()> {
-    let files = match path.is_dir() {
-        true => std::fs::read_dir(path)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?,
-        false => vec![path.to_path_buf()],
-    };
-    let mut block = vec![0; 1 << 20];
-    for file in files {
-        let mut file = File::open(file)?;
-        while file.read(&mut block)? > 0 {}
-    }
-    Ok(())
 }
 
 /// What is measured over rounds, by its name in records.

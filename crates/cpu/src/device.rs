@@ -29,6 +29,9 @@ pub(crate) enum Isa {
     /// AVX-512 with the integer multiply-adds of VNNI, and the former.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// The tile registers of AMX with products of bytes, and the former.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     /// NEON with the dot products of bytes.
     #[cfg(target_arch = "aarch64")]
     Dotprod,
@@ -43,9 +46,14 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
             let wide = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
                 && is_x86_feature_detected!("avx512vnni");
-            return if wide { Isa::Avx512 } else { Isa::Avx2 };
+            return match wide {
+                true if may_use_tiles() => Isa::Amx,
+                true => Isa::Avx512,
+                false => Isa::Avx2,
+            };
         }
         #[cfg(target_arch = "aarch64")]
         if is_aarch64_feature_detected!("dotprod") {
@@ -58,6 +66,8 @@ impl Isa {
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Isa> {
         match Isa::detect() {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => vec![Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx],
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => vec![Isa::Portable, Isa::Avx2, Isa::Avx512],
             #[cfg(target_arch = "aarch64")]
@@ -74,12 +84,35 @@ impl Isa {
             Isa::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => "avx512-amx",
             #[cfg(target_arch = "aarch64")]
             Isa::Dotprod => "neon-dotprod",
             #[cfg(target_arch = "aarch64")]
             Isa::I8mm => "neon-i8mm",
         }
     }
+}
+
+/// Whether the CPU multiplies tiles of bytes and the system lets this process: their registers are large, so Linux gives
+/// them to who asks.
+#[cfg(target_arch = "x86_64")]
+fn may_use_tiles() -> bool {
+    /// Bits of `edx` of leaf 7: AMX-TILE and AMX-INT8.
+    const TILES_OF_BYTES: u32 = 1 << 24 | 1 << 25;
+    if std::arch::x86_64::__cpuid_count(7, 0).edx & TILES_OF_BYTES != TILES_OF_BYTES {
+        return false;
+    }
+    #[cfg(target_os = "linux")]
+    {
+        /// `ARCH_REQ_XCOMP_PERM` and the number of the state, from Linux' `asm/prctl.h` and `asm/fpu/types.h`.
+        const REQUEST: libc::c_ulong = 0x1023;
+        const TILE_DATA: libc::c_ulong = 18;
+        // SAFETY: asks for a permission; no pointer is passed.
+        unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST, TILE_DATA) == 0 }
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
 }
 
 /// Zeroed memory. A large block costs nothing until it is touched, page by page, so a state with room for a long context

@@ -15,11 +15,14 @@ const VERSION: &str = "11434.0.0";
 /// Its name in records.
 pub const NAME: &str = "llama.cpp b11434";
 
-/// What is needed of it and nothing else. OpenMP threads, since its own are slower; GGML_NATIVE is -march=native.
-const CMAKE: [&str; 10] = [
+/// What is needed of it and nothing else. OpenMP threads, since its own are slower; GGML_NATIVE is -march=native. GCC 12
+/// takes the stores of AMX's configuration for dead ones, and the peer stops with an illegal instruction.
+const CMAKE: [&str; 12] = [
     "-DCMAKE_BUILD_TYPE=Release",
     "-DCMAKE_C_COMPILER=gcc",
     "-DCMAKE_CXX_COMPILER=g++",
+    "-DCMAKE_C_FLAGS=-fno-dse -fno-tree-dse",
+    "-DCMAKE_CXX_FLAGS=-fno-dse -fno-tree-dse",
     "-DGGML_NATIVE=ON",
     "-DBUILD_SHARED_LIBS=OFF",
     "-DLLAMA_CURL=OFF",

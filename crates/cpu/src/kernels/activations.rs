@@ -27,7 +27,11 @@ enum Order {
     /// 16-bit values. Column `8 v + e + 4 h` (`v < 8`, `e < 4`, `h < 2`) stands at `16 e + 2 v + h`: a 32-bit word of eight
     /// 4-bit codes, shifted by `4 e` and masked, has the codes of columns `e` and `e + 4` in its halves.
     Words,
-    /// Values taken apart into signed bytes, `256 high + low`: [`Order::byte`], in runs of 16, a register.
+    /// Values taken apart into signed bytes, `256 high + low`: all high ones, then all low ones, each those of even columns
+    /// before those of odd ones.
+    #[cfg(target_arch = "x86_64")]
+    Halves,
+    /// Bytes likewise, as [`Order::byte`] says in runs of 16, a register.
     #[cfg(target_arch = "aarch64")]
     Bytes16,
     /// The same in runs of 8, a register with the high and the low bytes of the same columns.
@@ -42,6 +46,8 @@ impl Order {
             Isa::Dotprod => Order::Bytes16,
             #[cfg(target_arch = "aarch64")]
             Isa::I8mm => Order::Bytes8,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Amx => Order::Halves,
             _ => Order::Words,
         }
     }
@@ -51,12 +57,16 @@ impl Order {
         16 * (i % 4) + 2 * (i / 8) + i / 4 % 2
     }
 
-    /// Where the high byte of column `i` stands; the low one follows `RUN` later. Of `2 RUN` columns the even ones make a
-    /// run and the odd ones the next: `RUN` bytes of 4-bit codes, masked and shifted.
-    #[cfg(target_arch = "aarch64")]
-    const fn byte<const RUN: usize>(i: usize) -> usize {
-        let (columns, i) = (i / (2 * RUN), i % (2 * RUN));
-        2 * RUN * (2 * columns + i % 2) + i / 2
+    /// Where the high byte of column `i` stands if the low one follows `LOW` bytes later. Of `2 LOW` columns the even ones
+    /// make a run and the odd ones the next: `LOW` bytes of 4-bit codes, masked and shifted. Where that would be more than
+    /// a group, high bytes come before low ones.
+    #[cfg(any(target_arch = "aarch64", target_arch = "x86_64"))]
+    const fn byte<const LOW: usize>(i: usize) -> usize {
+        if LOW == GROUP {
+            return GROUP / 2 * (i % 2) + i / 2;
+        }
+        let (columns, i) = (i / (2 * LOW), i % (2 * LOW));
+        2 * LOW * (2 * columns + i % 2) + i / 2
     }
 
     /// Writes a group.
@@ -72,6 +82,8 @@ impl Order {
                     }
                 }
             }
+            #[cfg(target_arch = "x86_64")]
+            Order::Halves => write_bytes::<GROUP>(q, values),
             #[cfg(target_arch = "aarch64")]
             Order::Bytes16 => write_bytes::<16>(q, values),
             #[cfg(target_arch = "aarch64")]
@@ -83,6 +95,8 @@ impl Order {
     fn read(self, values: &[i16; GROUP], i: usize) -> i16 {
         match self {
             Order::Words => values[Order::word(i)],
+            #[cfg(target_arch = "x86_64")]
+            Order::Halves => read_bytes::<GROUP>(values, i),
             #[cfg(target_arch = "aarch64")]
             Order::Bytes16 => read_bytes::<16>(values, i),
             #[cfg(target_arch = "aarch64")]
@@ -91,26 +105,26 @@ impl Order {
     }
 }
 
-#[cfg(target_arch = "aarch64")]
+#[cfg(any(target_arch = "aarch64", target_arch = "x86_64"))]
 #[inline(always)]
-fn write_bytes<const RUN: usize>(q: &[i32; GROUP], values: &mut [i16; GROUP]) {
+fn write_bytes<const LOW: usize>(q: &[i32; GROUP], values: &mut [i16; GROUP]) {
     let mut bytes = [0; 2 * GROUP];
     for (i, q) in q.iter().enumerate() {
         let low = *q as i8;
-        let at = Order::byte::<RUN>(i);
+        let at = Order::byte::<LOW>(i);
         bytes[at] = ((q - i32::from(low)) >> 8) as u8;
-        bytes[at + RUN] = low as u8;
+        bytes[at + LOW] = low as u8;
     }
     for (value, pair) in values.iter_mut().zip(bytes.as_chunks().0) {
         *value = i16::from_ne_bytes(*pair);
     }
 }
 
-#[cfg(target_arch = "aarch64")]
-fn read_bytes<const RUN: usize>(values: &[i16; GROUP], i: usize) -> i16 {
+#[cfg(any(target_arch = "aarch64", target_arch = "x86_64"))]
+fn read_bytes<const LOW: usize>(values: &[i16; GROUP], i: usize) -> i16 {
     let byte = |at: usize| i16::from(values[at / 2].to_ne_bytes()[at % 2] as i8);
-    let at = Order::byte::<RUN>(i);
-    256 * byte(at) + byte(at + RUN)
+    let at = Order::byte::<LOW>(i);
+    256 * byte(at) + byte(at + LOW)
 }
 
 /// One token's inputs.

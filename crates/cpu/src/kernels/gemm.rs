@@ -15,7 +15,11 @@
 #[cfg(target_arch = "aarch64")]
 mod neon;
 #[cfg(target_arch = "x86_64")]
-mod x86;
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 
 use std::ops::Range;
 
@@ -98,10 +102,13 @@ pub(crate) fn gemm(isa: Isa, w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>,
     match isa {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a value of `Isa::Avx2` exists only where the CPU was found to have AVX2 and FMA.
-        Isa::Avx2 => unsafe { x86::avx2(w, x, tokens, rows, out) },
+        Isa::Avx2 => unsafe { avx2::gemm(w, x, tokens, rows, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a value of `Isa::Avx512` exists only where the CPU was found to have what `avx512` enables.
-        Isa::Avx512 => unsafe { x86::avx512(w, x, tokens, rows, out) },
+        Isa::Avx512 => unsafe { avx512::gemm(w, x, tokens, rows, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a value of `Isa::Amx` exists only where the CPU was found to have that too, and the process may use it.
+        Isa::Amx => unsafe { amx::gemm(w, x, tokens, rows, out) },
         #[cfg(target_arch = "aarch64")]
         // SAFETY: a value of `Isa::Dotprod` exists only where the CPU was found to have it.
         Isa::Dotprod => unsafe { neon::dotprod(w, x, tokens, rows, out) },

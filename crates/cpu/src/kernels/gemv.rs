@@ -14,7 +14,9 @@
 #[cfg(target_arch = "aarch64")]
 pub(super) mod neon;
 #[cfg(target_arch = "x86_64")]
-pub(super) mod x86;
+pub(super) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx512;
 
 use lily_model::{Bits, QuantMatrix, Shape};
 
@@ -130,16 +132,16 @@ pub(crate) fn gemv<const TOKENS: usize>(
     match (isa, bits) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a value of `Isa::Avx2` exists only where the CPU was found to have AVX2 and FMA.
-        (Isa::Avx2, Bits::Four) => unsafe { x86::avx2::gemv::<TOKENS, false>(ranges, x, out) },
+        (Isa::Avx2, Bits::Four) => unsafe { avx2::gemv::<TOKENS, false>(ranges, x, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        (Isa::Avx2, Bits::Eight) => unsafe { x86::avx2::gemv::<TOKENS, true>(ranges, x, out) },
+        (Isa::Avx2, Bits::Eight) => unsafe { avx2::gemv::<TOKENS, true>(ranges, x, out) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a value of `Isa::Avx512` exists only where the CPU was found to have what `avx512` enables.
-        (Isa::Avx512, Bits::Four) => unsafe { x86::avx512::gemv::<TOKENS, false>(ranges, x, out) },
+        // SAFETY: values of these exist only where the CPU was found to have what `avx512` enables.
+        (Isa::Avx512 | Isa::Amx, Bits::Four) => unsafe { avx512::gemv::<TOKENS, false>(ranges, x, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        (Isa::Avx512, Bits::Eight) => unsafe { x86::avx512::gemv::<TOKENS, true>(ranges, x, out) },
+        (Isa::Avx512 | Isa::Amx, Bits::Eight) => unsafe { avx512::gemv::<TOKENS, true>(ranges, x, out) },
         #[cfg(target_arch = "aarch64")]
         // SAFETY: a value of `Isa::Dotprod` exists only where the CPU was found to have it.
         (Isa::Dotprod, Bits::Four) => unsafe { neon::dotprod::<TOKENS, false>(ranges, x, out) },

@@ -1,6 +1,5 @@
 //! [`gemm`](super::gemm) with AVX2: 4 tokens x 16 rows, which are 8 sums; with two vectors of codes, an input and a
-//! product they fill 16 registers (6 x 16 spilled and lost 10 to 25 % on Zen 3). With AVX-512: 12 tokens x 16 rows, 12
-//! sums of one wide register each, enough to hide the latency of the multiply-add.
+//! product they fill 16 registers (6 x 16 spilled and lost 10 to 25 % on Zen 3).
 
 use std::arch::x86_64::*;
 use std::hint::black_box;
@@ -8,7 +7,7 @@ use std::ops::Range;
 
 use super::{MOST_TOKENS, Place, TILE_ROWS, gemm_for};
 use crate::kernels::activations::{GROUP, Inputs, Tokens};
-use crate::kernels::gemv::x86::{multiply_add, planes};
+use crate::kernels::gemv::avx2::{multiply_add, planes};
 use crate::kernels::gemv::{GROUP4, GROUP8, Packed, PackedRows, padded};
 use lily_model::Bits;
 
@@ -33,8 +32,7 @@ impl Tile {
     };
 }
 
-gemm_for!(avx2, "avx2,fma", unpack, multiply_avx2, 4, 2);
-gemm_for!(avx512, "avx2,fma,avx512f,avx512vl,avx512vnni", unpack, multiply_avx512, 12, 4);
+gemm_for!(gemm, "avx2,fma", unpack, multiply, 4, 2);
 
 /// Unpacks groups `group .. group + depth` of 16 rows.
 #[inline]
@@ -149,7 +147,7 @@ fn put(pair: &mut [i16; 2 * TILE_ROWS], half: usize, codes: __m256i) {
 /// Adds the products of the tile with some tokens to `sums`. A product does not depend on how many they are.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn multiply_avx2<const TOKENS: usize>(
+fn multiply<const TOKENS: usize>(
     tile: &Tile,
     x: &[Inputs<'_>; TOKENS],
     group: usize,
@@ -199,50 +197,5 @@ fn multiply_avx2<const TOKENS: usize>(
             _mm256_storeu_ps(sums.as_mut_ptr(), held[0]);
             _mm256_storeu_ps(sums.as_mut_ptr().add(8), held[1]);
         }
-    }
-}
-
-/// The same with wide registers.
-#[inline]
-#[target_feature(enable = "avx512f,avx512vnni")]
-fn multiply_avx512<const TOKENS: usize>(
-    tile: &Tile,
-    x: &[Inputs<'_>; TOKENS],
-    group: usize,
-    depth: usize,
-    sums: &mut [[f32; TILE_ROWS]; TOKENS],
-) {
-    let mut held = [_mm512_setzero_ps(); TOKENS];
-    for t in 0..TOKENS {
-        // SAFETY: 16 floats.
-        held[t] = unsafe { _mm512_loadu_ps(sums[t].as_ptr()) };
-    }
-    // Unrolled as a whole, the loop over pairs would keep too much in flight and spill its sums.
-    let pairs_of_group = black_box(PAIRS);
-    for g in 0..depth {
-        let pairs = x.each_ref().map(|x| x.values[(group + g) * GROUP..][..GROUP].as_ptr().cast::<i32>());
-        let mut products = [_mm512_setzero_si512(); TOKENS];
-        let codes = tile.codes[g].as_ptr().cast::<__m512i>();
-        for pair in 0..pairs_of_group {
-            // SAFETY: pair `pair` of 32, a vector each, in a tile aligned to 64 bytes.
-            let codes = unsafe { _mm512_load_si512(codes.add(pair)) };
-            for t in 0..TOKENS {
-                // SAFETY: pair `pair` of the 32 of a group.
-                let input = _mm512_set1_epi32(unsafe { pairs[t].add(pair).read_unaligned() });
-                products[t] = _mm512_dpwssd_epi32(products[t], codes, input);
-            }
-        }
-        // SAFETY: 16 floats each.
-        let (scale, bias) =
-            unsafe { (_mm512_loadu_ps(tile.scales[g].as_ptr()), _mm512_loadu_ps(tile.biases[g].as_ptr())) };
-        for t in 0..TOKENS {
-            let product = _mm512_mul_ps(_mm512_cvtepi32_ps(products[t]), _mm512_set1_ps(x[t].scales[group + g]));
-            let biased = _mm512_fmadd_ps(bias, _mm512_set1_ps(x[t].sums[group + g]), held[t]);
-            held[t] = _mm512_fmadd_ps(product, scale, biased);
-        }
-    }
-    for t in 0..TOKENS {
-        // SAFETY: 16 floats.
-        unsafe { _mm512_storeu_ps(sums[t].as_mut_ptr(), held[t]) };
     }
 }
