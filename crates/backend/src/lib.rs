@@ -272,6 +272,12 @@ pub trait Backend: Send {
         Err(Error::BadStep("this backend makes no synthetic states".into()))
     }
 
+    /// Bytes per second at which the device reads its weights and does nothing else: what decoding is measured against. `None` where
+    /// weights lie in the host's memory, which its threads can read as well.
+    fn plain_read(&mut self) -> Result<Option<f64>> {
+        Ok(None)
+    }
+
     /// Accepts a step; returns before the device has finished where the device allows it.
     fn submit(&mut self, step: Step) -> Result<Ticket>;
 

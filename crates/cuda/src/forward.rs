@@ -7,6 +7,7 @@ use lily_model::{Checkpoint, Shape};
 
 use crate::device::Pointer;
 use crate::kernels::moe::Routing;
+use crate::kernels::rows::{Meetings, Normed, Parts};
 use crate::kernels::{BLOCK4_BYTES, Finish, FixedRows, Gemm, Grouping, Kernels, Pass, TILE_ROWS, blocks};
 use crate::plan::{DeviceWeights, LOGIT_ROWS, Layer, LayerMixer, Scratch};
 
@@ -45,7 +46,7 @@ impl Forward<'_> {
                 LayerMixer::Delta { project, vectors, out } => {
                     let tiles = k.sizes.projected_delta / TILE_ROWS;
                     k.norm_project(&pass, (*project, tiles), s.h, layer.mixer_norm, s.projected)?;
-                    k.delta_step(&pass, s.run, delta, s.projected, vectors, (s.mixed, s.squares))?;
+                    k.delta_step(&pass, (s.run, delta, 1), s.projected, vectors, (s.mixed, s.squares))?;
                     k.delta_output(&pass, *out, s.mixed, s.squares, s.h)?;
                     delta += 1;
                 }
@@ -53,21 +54,65 @@ impl Forward<'_> {
                     let tiles = k.sizes.projected_attention / TILE_ROWS;
                     let partials = (s.part_sums, s.part_values);
                     k.norm_project(&pass, (*project, tiles), s.h, layer.mixer_norm, s.projected)?;
-                    k.attend(&pass, (s.run, attention), s.projected, (*q_norm, *k_norm), partials)?;
-                    k.attend_combine(&pass, s.run, s.projected, partials, s.mixed)?;
+                    k.attend(&pass, (s.run, attention, 1), s.projected, (*q_norm, *k_norm), partials)?;
+                    k.attend_combine(&pass, (s.run, 1), s.projected, partials, s.mixed)?;
                     k.attention_output(&pass, *out, s.mixed, s.h)?;
                     attention += 1;
                 }
             }
             self.record_mixer(index, 1)?;
             let normed = (s.h, layer.moe_norm);
-            k.route_and_share(&pass, (layer.router, layer.shared_up), normed, s.router, s.activation)?;
-            k.experts_up(&pass, layer.experts_up, s.router, normed, s.activation)?;
-            let down = (layer.experts_down, layer.shared_down);
-            k.experts_down(&pass, down, s.router, s.activation, s.h)?;
+            let later = self.weights.behind(index, &k.sizes);
+            k.route_and_share(&pass, (layer.router, layer.shared_up), normed, (s.router, s.activation), later)?;
+            let inner = (s.activation, s.shared);
+            k.experts_up(&pass, (layer.experts_up, layer.shared_down), s.router, normed, inner)?;
+            k.experts_down(&pass, layer.experts_down, s.router, inner, s.h)?;
             self.record_moe(index, 1)?;
         }
         Ok(())
+    }
+
+    /// All layers and the head for one token of each of `rows` rows, whose runs are in the scratch memory. A row's arithmetic is that
+    /// of [`Forward::one`].
+    pub(crate) fn rows(&self, rows: usize) -> Result<()> {
+        let (pass, k, s, w, sizes) = (&self.pass, self.kernels, self.scratch, self.weights, &self.kernels.sizes);
+        let partials = (s.part_sums, s.part_values);
+        let normed = Normed { x: FixedRows::at(s.fixed, rows, sizes.hidden), squares: s.row_squares };
+        let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
+        k.embed(pass, (s.runs, rows), Pointer::NULL, &w.embedding, s.h)?;
+        let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
+        for layer in &w.layers {
+            k.rows_norm(pass, s.h, parts, layer.mixer_norm, rows, normed)?;
+            match &layer.mixer {
+                LayerMixer::Delta { project, vectors, out } => {
+                    let x = FixedRows::at(s.fixed, rows, sizes.value_width);
+                    k.rows_project(pass, (*project, sizes.projected_delta / TILE_ROWS), normed, rows, s.projected)?;
+                    k.delta_step(pass, (s.runs, delta, rows), s.projected, vectors, (s.mixed, s.squares))?;
+                    k.rows_fix(pass, (s.mixed, s.squares), rows, x)?;
+                    k.rows_delta_output(pass, *out, x, rows, s.parts)?;
+                    delta += 1;
+                }
+                LayerMixer::Attention { project, q_norm, k_norm, out } => {
+                    let x = FixedRows::at(s.fixed, rows, sizes.query_width);
+                    k.rows_project(pass, (*project, sizes.projected_attention / TILE_ROWS), normed, rows, s.projected)?;
+                    k.attend(pass, (s.runs, attention, rows), s.projected, (*q_norm, *k_norm), partials)?;
+                    k.attend_combine(pass, (s.runs, rows), s.projected, partials, s.mixed)?;
+                    k.rows_fix(pass, (s.mixed, Pointer::NULL), rows, x)?;
+                    k.rows_attention_output(pass, *out, x, rows, s.parts)?;
+                    attention += 1;
+                }
+            }
+            k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, rows, normed)?;
+            k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, rows, (s.router, s.activation))?;
+            k.rows_choose(pass, s.router, rows, &meetings)?;
+            k.rows_up(pass, layer.experts_up, &meetings, normed, s.activation)?;
+            let x = FixedRows::at(s.fixed, rows, k.activation_width());
+            k.rows_fix(pass, (s.activation, Pointer::NULL), rows, x)?;
+            k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (x, rows), s.parts)?;
+            parts.1 = Parts::Experts;
+        }
+        k.rows_norm(pass, s.h, parts, w.norm, rows, normed)?;
+        k.rows_head(pass, w.head, (s.runs, rows), normed, (s.logits, s.bests))
     }
 
     /// All layers for `tokens` tokens, whose ids are in the scratch memory.
@@ -266,6 +311,7 @@ fn dense(weights: Pointer, rows: usize, x: FixedRows, tokens: usize, (out, strid
         x,
         grouping: Grouping::NONE,
         rows: tokens as i32,
+        tile: 0,
         out,
         stride: stride as i32,
         outputs: rows as i32,

@@ -9,7 +9,8 @@
 //! A step of one token is one captured graph. Everything that changes from step to step (addresses of the state, position, token,
 //! sampling parameters) stands in device memory and is moved on by the last kernel, so that a session's next step needs nothing
 //! from the host but the launch. On GPUs that can, a kernel starts while the one in front of it ends, and loads its weights
-//! meanwhile. Rows of a step run one after the other, so a row cannot depend on its neighbours. Inputs of linears are rounded to
+//! meanwhile. Rows of one token share a pass and the weights that it reads, others run one after the other; the arithmetic of a row is
+//! the same in either, so that it cannot depend on its neighbours. Inputs of linears are rounded to
 //! 16 bits (see `common.cuh`), keys and values to BF16; everything else is f32.
 
 #![warn(missing_docs)]
@@ -32,18 +33,21 @@ mod step;
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{Read, Write};
 use std::sync::Arc;
+use std::time::Instant;
 
 use lily_backend::{
-    Backend, Caps, Error, MemoryReport, Output, Result, RowOutput, SamplingParams, SnapshotId, StateId, Step, Ticket,
+    Backend, Caps, Error, MemoryReport, Output, Result, RowOutput, SamplingParams, SnapshotId, StageOutput, StateId,
+    Step, Ticket,
 };
 use lily_model::Checkpoint;
 
 use device::{Buffer, Device, Pinned};
+use kernels::rows::ROWS;
 use kernels::{Kernels, Pass, Run};
 use plan::{DeviceWeights, Scratch, ScratchGrid};
 use run::Graphs;
 use state::{Snapshot, State};
-use step::{Pending, RowResult};
+use step::{CheckedRow, Pending, RowResult};
 
 /// How to load.
 #[derive(Clone, Debug, Default)]
@@ -59,7 +63,8 @@ const DEFAULT_CHUNK: usize = 4096;
 /// Most rows of a step. Two such steps use half of the ring of results.
 const MAX_ROWS: usize = 64;
 const STEPS_IN_FLIGHT: usize = 2;
-/// Runs that may be on their way to the device: a row takes up to three, before and after a chunk and with its mask.
+/// Runs that may be on their way to the device: a row takes up to three, before and after a chunk and with its mask; and room for what
+/// a step does not use at the end of the ring.
 const RUNS: usize = 4 * MAX_ROWS * STEPS_IN_FLIGHT;
 /// Device memory left to others where the context is chosen by memory.
 const MARGIN_BYTES: usize = 1 << 30;
@@ -310,6 +315,19 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn plain_read(&mut self) -> Result<Option<f64>> {
+        /// As much as a token takes, but long enough for the start not to count.
+        const MOST: usize = 8 << 30;
+        self.device.enter();
+        let bytes = self.weights.bytes().min(MOST);
+        let pass = Pass { device: &self.device, overlap: false };
+        self.device.synchronize()?;
+        let started = Instant::now();
+        self.kernels.plain_read(&pass, self.weights.start(), bytes, self.scratch.spare)?;
+        self.device.synchronize()?;
+        Ok(Some(bytes as f64 / started.elapsed().as_secs_f64()))
+    }
+
     fn submit(&mut self, step: Step) -> Result<Ticket> {
         self.device.enter();
         let trace = step.trace;
@@ -318,11 +336,8 @@ impl Backend for CudaBackend {
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
         let states: Vec<StateId> = rows.iter().map(|row| row.state).collect();
-        let (mut results, mut stages) = (Vec::with_capacity(rows.len()), Vec::new());
-        for (index, row) in rows.into_iter().enumerate() {
-            let result = self.run_row(ticket, index, row, trace.then_some(&mut stages));
-            results.push(result.unwrap_or_else(RowResult::Failed));
-        }
+        let mut stages = Vec::new();
+        let results = self.run_step(ticket, rows, trace.then_some(&mut stages));
         let recorded = self.device.record(&event);
         if recorded.is_err() || results.iter().any(|result| matches!(result, RowResult::Failed(_))) {
             self.lose(&states);
@@ -402,6 +417,43 @@ impl Backend for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Runs all rows of a step; those of one token share passes. A trace takes them one by one.
+    fn run_step(
+        &mut self,
+        ticket: Ticket,
+        rows: Vec<CheckedRow>,
+        mut trace: Option<&mut Vec<StageOutput>>,
+    ) -> Vec<RowResult> {
+        let traced = trace.is_some();
+        let (mut shared, alone): (Vec<_>, Vec<_>) =
+            rows.into_iter().enumerate().partition(|(_, row)| row.len() == 1 && !traced);
+        let mut results = Vec::with_capacity(shared.len() + alone.len());
+        while !shared.is_empty() {
+            let rest = shared.split_off(shared.len().min(ROWS));
+            let group = std::mem::replace(&mut shared, rest);
+            let indices: Vec<usize> = group.iter().map(|(index, _)| *index).collect();
+            match <[_; 1]>::try_from(group) {
+                Ok([(index, row)]) => {
+                    let result = self.run_row(ticket, index, row, None);
+                    results.push((index, result.unwrap_or_else(RowResult::Failed)));
+                }
+                Err(group) => match self.run_rows(ticket, group) {
+                    Ok(done) => results.extend(done),
+                    Err(error) => {
+                        let failed = |index| (index, RowResult::Failed(Error::Device(error.to_string())));
+                        results.extend(indices.into_iter().map(failed));
+                    }
+                },
+            }
+        }
+        for (index, row) in alone {
+            let result = self.run_row(ticket, index, row, trace.as_deref_mut());
+            results.push((index, result.unwrap_or_else(RowResult::Failed)));
+        }
+        results.sort_by_key(|(index, _)| *index);
+        results.into_iter().map(|(_, result)| result).collect()
+    }
+
     /// States that a failed step left undefined.
     fn lose(&mut self, states: &[StateId]) {
         self.live = None;

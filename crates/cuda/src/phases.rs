@@ -69,7 +69,7 @@ fn phases_of_a_token() {
     });
     chain("delta step", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Delta { vectors, .. } => {
-            k.delta_step(pass, s.run, index - index / 4, s.projected, vectors, (s.mixed, s.squares)).map(|()| true)
+            k.delta_step(pass, (s.run, index - index / 4, 1), s.projected, vectors, (s.mixed, s.squares)).map(|()| true)
         }
         LayerMixer::Attention { .. } => Ok(false),
     });
@@ -79,41 +79,40 @@ fn phases_of_a_token() {
     });
     chain("attention", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Attention { q_norm, k_norm, .. } => {
-            k.attend(pass, (s.run, index / 4), s.projected, (*q_norm, *k_norm), partials).map(|()| true)
+            k.attend(pass, (s.run, index / 4, 1), s.projected, (*q_norm, *k_norm), partials).map(|()| true)
         }
         LayerMixer::Delta { .. } => Ok(false),
     });
     chain("attention, parts", &|pass, layer, _| match &layer.mixer {
-        LayerMixer::Attention { .. } => k.attend_combine(pass, s.run, s.projected, partials, s.mixed).map(|()| true),
+        LayerMixer::Attention { .. } => {
+            k.attend_combine(pass, (s.run, 1), s.projected, partials, s.mixed).map(|()| true)
+        }
         LayerMixer::Delta { .. } => Ok(false),
     });
+    let (router, inner) = ((s.router, s.activation), (s.activation, s.shared));
     chain("router and shared", &|pass, layer, _| {
-        let weights = (layer.router, layer.shared_up);
-        k.route_and_share(pass, weights, (s.h, layer.moe_norm), s.router, s.activation).map(|()| true)
+        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router, (w.head, 0))
+            .map(|()| true)
     });
     chain("experts up", &|pass, layer, _| {
-        k.experts_up(pass, layer.experts_up, s.router, (s.h, layer.moe_norm), s.activation).map(|()| true)
+        k.experts_up(pass, (layer.experts_up, layer.shared_down), s.router, (s.h, layer.moe_norm), inner).map(|()| true)
     });
     chain("experts down", &|pass, layer, _| {
-        let weights = (layer.experts_down, layer.shared_down);
-        k.experts_down(pass, weights, s.router, s.activation, s.shared).map(|()| true)
+        k.experts_down(pass, layer.experts_down, s.router, inner, s.mixed).map(|()| true)
     });
     chain("experts up and down", &|pass, layer, _| {
-        k.experts_up(pass, layer.experts_up, s.router, (s.h, layer.moe_norm), s.activation)?;
-        let weights = (layer.experts_down, layer.shared_down);
-        k.experts_down(pass, weights, s.router, s.activation, s.shared).map(|()| true)
+        k.experts_up(pass, (layer.experts_up, layer.shared_down), s.router, (s.h, layer.moe_norm), inner)?;
+        k.experts_down(pass, layer.experts_down, s.router, inner, s.mixed).map(|()| true)
     });
     chain("router, experts", &|pass, layer, _| {
-        let weights = (layer.router, layer.shared_up);
-        k.route_and_share(pass, weights, (s.h, layer.moe_norm), s.router, s.activation)?;
-        k.experts_up(pass, layer.experts_up, s.router, (s.h, layer.moe_norm), s.activation)?;
-        let weights = (layer.experts_down, layer.shared_down);
-        k.experts_down(pass, weights, s.router, s.activation, s.shared).map(|()| true)
+        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router, (w.head, 0))?;
+        k.experts_up(pass, (layer.experts_up, layer.shared_down), s.router, (s.h, layer.moe_norm), inner)?;
+        k.experts_down(pass, layer.experts_down, s.router, inner, s.mixed).map(|()| true)
     });
     chain("mixer, delta", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Delta { project, vectors, out } => {
             k.norm_project(pass, (*project, deltas), s.h, layer.mixer_norm, s.projected)?;
-            k.delta_step(pass, s.run, index - index / 4, s.projected, vectors, (s.mixed, s.squares))?;
+            k.delta_step(pass, (s.run, index - index / 4, 1), s.projected, vectors, (s.mixed, s.squares))?;
             k.delta_output(pass, *out, s.mixed, s.squares, s.shared).map(|()| true)
         }
         LayerMixer::Attention { .. } => Ok(false),
@@ -121,8 +120,8 @@ fn phases_of_a_token() {
     chain("mixer, attention", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Attention { project, q_norm, k_norm, out } => {
             k.norm_project(pass, (*project, attentions), s.h, layer.mixer_norm, s.projected)?;
-            k.attend(pass, (s.run, index / 4), s.projected, (*q_norm, *k_norm), partials)?;
-            k.attend_combine(pass, s.run, s.projected, partials, s.mixed)?;
+            k.attend(pass, (s.run, index / 4, 1), s.projected, (*q_norm, *k_norm), partials)?;
+            k.attend_combine(pass, (s.run, 1), s.projected, partials, s.mixed)?;
             k.attention_output(pass, *out, s.mixed, s.shared).map(|()| true)
         }
         LayerMixer::Delta { .. } => Ok(false),

@@ -9,6 +9,7 @@ use crate::device::{Buffer, Device, Event, Pinned, Pointer, unavailable};
 use crate::kernels::delta::DeltaVectors;
 use crate::kernels::moe::MAX_EXPERTS;
 use crate::kernels::norm::Embedding;
+use crate::kernels::rows::{Meetings, ROWS};
 use crate::kernels::{BLOCK4_BYTES, BLOCK8_BYTES, Kernels, Pass, Sizes, Source, TILE_ROWS, blocks};
 
 /// Weights on the device.
@@ -25,7 +26,28 @@ impl DeviceWeights {
     pub(crate) fn bytes(&self) -> usize {
         self.memory.bytes()
     }
+
+    /// Weights behind a layer that are worth having in the cache early, and their bytes: the end of the next layer's projections, whose
+    /// beginning their kernel fetches before it has inputs, or the beginning of the head.
+    pub(crate) fn behind(&self, layer: usize, sizes: &Sizes) -> (Pointer, usize) {
+        let (start, rows) = match self.layers.get(layer + 1).map(|layer| &layer.mixer) {
+            Some(LayerMixer::Delta { project, .. }) => (*project, sizes.projected_delta),
+            Some(LayerMixer::Attention { project, .. }) => (*project, sizes.projected_attention),
+            None => (self.head, sizes.vocab_tiles * TILE_ROWS),
+        };
+        let all = rows / TILE_ROWS * blocks(sizes.hidden) * BLOCK4_BYTES;
+        let bytes = all.min(LATER_BYTES);
+        (if layer + 1 < self.layers.len() { start.at(all - bytes) } else { start }, bytes)
+    }
+
+    /// Where all of them begin.
+    pub(crate) fn start(&self) -> Pointer {
+        self.memory.pointer()
+    }
 }
+
+/// What memory delivers while experts are being chosen, about 2 us. More would delay the experts themselves.
+const LATER_BYTES: usize = 8 << 20;
 
 /// A layer's weights.
 pub(crate) struct Layer {
@@ -410,8 +432,9 @@ macro_rules! scratch {
         }
 
         impl Scratch {
-            /// Its bytes for `tokens` tokens.
+            /// Its bytes for `tokens` tokens, or for one token of every row if those are more.
             pub(crate) fn bytes_for(sizes: &Sizes, tokens: usize, grid: ScratchGrid) -> usize {
+                let tokens = tokens.max(ROWS);
                 let mut carver = Carver { end: 0 };
                 $(carver.take(($bytes)(sizes, tokens, grid));)+
                 carver.end
@@ -419,6 +442,7 @@ macro_rules! scratch {
 
             pub(crate) fn new(device: &Device, sizes: &Sizes, tokens: usize, grid: ScratchGrid) -> Result<Scratch> {
                 let memory = device.zeroed("activations", Scratch::bytes_for(sizes, tokens, grid))?;
+                let tokens = tokens.max(ROWS);
                 let mut carver = Carver { end: memory.pointer().0 as usize };
                 $(let $field = carver.take(($bytes)(sizes, tokens, grid));)+
                 Ok(Scratch { $($field,)+ memory })
@@ -446,21 +470,30 @@ scratch! {
     h: |s: S<'_>, tokens, _| 4 * tokens * s.hidden;
     /// A mixer's projections `[tokens, rows]`.
     projected: |s: S<'_>, tokens, _| 4 * tokens * s.projected_delta.max(s.projected_attention);
-    /// A mixer's output before the output projection, `[tokens, width]`; one token's is padded.
-    mixed: |s: S<'_>, tokens: usize, _| 4 * (tokens * s.value_width.max(s.query_width)).max(crate::kernels::padded(s.value_width));
-    /// Sums of squares of one token's delta heads `[value heads, 4]`.
-    squares: |s: S<'_>, _, _| 16 * s.value_heads;
-    /// Inner values of one token's experts, each in whole blocks.
-    activation: |s: S<'_>, _, _| 4 * 256 * s.down_blocks();
-    /// Maximum and sum of each part `[query heads, parts]`.
-    part_sums: |s: S<'_>, _, grid: ScratchGrid| 8 * s.query_heads * grid.parts;
-    /// Partial outputs `[parts, query heads, 256]`.
-    part_values: |s: S<'_>, _, grid: ScratchGrid| 1024 * s.query_heads * grid.parts;
+    /// A mixer's output before the output projection, `[tokens, width]`; where rows have one token each, their widths are padded.
+    mixed: |s: S<'_>, tokens: usize, _| 4 * tokens * crate::kernels::padded(s.value_width).max(s.query_width);
+    /// Sums of squares of delta heads `[rows, value heads, 4]`, and room for heads that padding would have.
+    squares: |s: S<'_>, _, _| 16 * (ROWS * s.value_heads + 1);
+    /// Inner values of experts `[rows, blocks, 256]`, each in whole blocks.
+    activation: |s: S<'_>, _, _| 4 * 256 * ROWS * s.down_blocks();
+    /// Maximum and sum of each part `[rows, query heads, parts]`.
+    part_sums: |s: S<'_>, _, grid: ScratchGrid| 8 * ROWS * s.query_heads * grid.parts;
+    /// Partial outputs `[rows, parts, query heads, 256]`.
+    part_values: |s: S<'_>, _, grid: ScratchGrid| 1024 * ROWS * s.query_heads * grid.parts;
+    /// Sums of squares of norms `[rows, hidden / 256]`.
+    row_squares: |s: S<'_>, _, _| 4 * ROWS * blocks(s.hidden);
+    /// Who meets which expert.
+    meetings: |s: S<'_>, _, _| Meetings::BYTES * Meetings::most(s);
+    meeting_count: |_: S<'_>, _, _| 4;
+    meeting_weights: |s: S<'_>, _, _| 4 * ROWS * (s.top_k + 1);
+    /// What experts made, block by block `[rows, blocks, hidden]`.
+    parts: |s: S<'_>, _, _| 4 * ROWS * s.down_blocks() * s.hidden;
     /// Router logits `[tokens, router rows]`.
     router: |s: S<'_>, tokens, _| 4 * tokens * s.router_rows;
     /// Fixed-point inputs of the widest linear.
     fixed: |s: S<'_>, tokens, _| {
-        crate::kernels::FixedRows::bytes(tokens, s.hidden.max(s.value_width).max(s.query_width))
+        let wide = crate::kernels::FixedRows::bytes(tokens, s.hidden.max(s.value_width).max(s.query_width));
+        wide.max(crate::kernels::FixedRows::bytes(ROWS, 256 * s.down_blocks()))
     };
     /// Fixed-point inner values of the experts.
     fixed_inner: |s: S<'_>, tokens, _| {
@@ -490,12 +523,14 @@ scratch! {
     shared: |s: S<'_>, tokens, _| 4 * tokens * s.hidden;
     /// Logits `[rows, vocab]`; the first row also that of one token.
     logits: |s: S<'_>, tokens: usize, _| 4 * tokens.min(LOGIT_ROWS) * s.vocab_tiles * 16;
-    /// The best logit of every CTA of the head.
-    bests: |_: S<'_>, _, grid: ScratchGrid| 16 * grid.head;
+    /// The best logit of every CTA of the head `[rows, CTAs]`.
+    bests: |_: S<'_>, _, grid: ScratchGrid| 16 * ROWS * grid.head;
     /// A word for a sampled id that no state waits for any more.
     spare: |_: S<'_>, _, _| 4;
     /// The run on the device.
     run: |_: S<'_>, _, _| size_of::<crate::kernels::Run>();
+    /// The runs of rows that share a pass.
+    runs: |_: S<'_>, _, _| ROWS * size_of::<crate::kernels::Run>();
     scores: |s: S<'_>, _, _| 4 * s.vocab;
     token_counts: |s: S<'_>, _, _| 4 * s.vocab;
     biases: |s: S<'_>, _, _| 8 * s.vocab;

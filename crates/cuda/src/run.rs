@@ -1,4 +1,5 @@
-//! A row of a step on the device: which kernels run, as a graph or one by one, and what becomes of the token it samples.
+//! Rows of a step on the device: which of them share a pass, which kernels run, as a graph or one by one, and what becomes of the
+//! tokens they sample.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use crate::state::Sampled;
 use crate::step::{CheckedRow, Masked, RowResult, Sampling};
 use crate::{CudaBackend, Live, RUNS};
 
-/// The captured graphs of one token.
+/// The captured graphs.
 pub(crate) struct Graphs {
     /// Up to the logits.
     forward: Graph,
@@ -22,6 +23,23 @@ pub(crate) struct Graphs {
     greedy: Graph,
     /// With a token by all sampling parameters.
     sample: Graph,
+    /// One token of each of several rows, up to the logits, by the number of rows. Made when they are first needed.
+    rows: BTreeMap<usize, Graph>,
+}
+
+/// A row whose kernels are launched.
+struct Launched {
+    row: CheckedRow,
+    /// What the device was told.
+    run: Run,
+    /// Position of the row's first token.
+    position: usize,
+    /// Whether its token is being sampled.
+    sampled: bool,
+    /// The logits that are wanted.
+    logits: Vec<f32>,
+    /// Where those of its last token lie.
+    last: Pointer,
 }
 
 impl CudaBackend {
@@ -33,11 +51,20 @@ impl CudaBackend {
 
     /// Puts a run on the device.
     pub(crate) fn upload_run(&mut self, run: &Run) -> Result<()> {
+        self.upload_runs(self.scratch.run, std::slice::from_ref(run))
+    }
+
+    fn upload_runs(&mut self, to: Pointer, runs: &[Run]) -> Result<()> {
         self.live = None;
+        if self.next_run + runs.len() > RUNS {
+            self.next_run = 0;
+        }
         let offset = self.next_run * size_of::<Run>();
-        self.next_run = (self.next_run + 1) % RUNS;
-        self.runs.write(offset, run.bytes());
-        self.device.upload_pinned(self.scratch.run, &self.runs, offset, size_of::<Run>())
+        self.next_run += runs.len();
+        for (i, run) in runs.iter().enumerate() {
+            self.runs.write(offset + i * size_of::<Run>(), run.bytes());
+        }
+        self.device.upload_pinned(to, &self.runs, offset, size_of_val(runs))
     }
 
     fn upload_biases(&self, params: &SamplingParams) -> Result<u32> {
@@ -63,10 +90,10 @@ impl CudaBackend {
         trace: Option<&mut Vec<StageOutput>>,
     ) -> Result<RowResult> {
         let (id, tokens) = (row.state, row.len());
-        let slot = self.take_slot();
+        let slot = self.take_slot() as u32;
         let state = self.state(id)?;
         let position = state.position();
-        let mut run = Run { slot: slot as u32, ..state.run() };
+        let mut run = Run { slot, ..state.run() };
         if let Want::Token(params) = &row.want {
             describe(params, &mut run);
         }
@@ -97,6 +124,74 @@ impl CudaBackend {
             _ => None,
         };
         self.live = live;
+        let last = self.scratch.logits;
+        self.settle_row(ticket, index, Launched { row, run, position, sampled, logits, last })
+    }
+
+    /// Runs up to [`ROWS`] rows of one token each in one pass.
+    pub(crate) fn run_rows(
+        &mut self,
+        ticket: Ticket,
+        rows: Vec<(usize, CheckedRow)>,
+    ) -> Result<Vec<(usize, RowResult)>> {
+        let count = rows.len();
+        let mut runs = Vec::with_capacity(count);
+        for (_, row) in &rows {
+            let slot = self.take_slot() as u32;
+            let mut run = Run { slot, ..self.state(row.state)?.run() };
+            if let Want::Token(params) = &row.want {
+                describe(params, &mut run);
+            }
+            if let Some(ids) = &row.ids {
+                run.token = ids[0];
+            }
+            runs.push(run);
+        }
+        self.upload_runs(self.scratch.runs, &runs)?;
+        if !self.graphs.rows.contains_key(&count) {
+            let pass = Pass { device: &self.device, overlap: self.device.overlaps() };
+            let graph = self.device.capture(|| Forward { pass, ..self.forward() }.rows(count))?;
+            self.graphs.rows.insert(count, graph);
+        }
+        self.device.run(&self.graphs.rows[&count])?;
+        let pass = Pass { device: &self.device, overlap: false };
+        let (s, results, vocab) = (&self.scratch, self.results.pointer, self.caps.vocab);
+        if runs.iter().any(|run| run.greedy == 1) {
+            self.kernels.pick_best(&pass, (s.runs, count), s.bests, results)?;
+        }
+        let mut done = Vec::with_capacity(count);
+        for (at, ((index, row), mut run)) in rows.into_iter().zip(runs).enumerate() {
+            let last = self.scratch.logits.at(4 * at * vocab);
+            let mut logits = Vec::new();
+            let mut sampled = false;
+            match &row.want {
+                Want::Nothing => {}
+                Want::LastLogits | Want::AllLogits => {
+                    logits = room_for(vocab)?;
+                    self.device.download_floats(&mut logits, last)?;
+                }
+                Want::Token(params) if params.masked => {}
+                Want::Token(params) => {
+                    sampled = true;
+                    if run.greedy == 0 {
+                        run.biases = self.upload_biases(params)?;
+                        self.upload_run(&run)?;
+                        let pass = Pass { device: &self.device, overlap: false };
+                        self.kernels.sample(&pass, self.scratch.run, last, &self.sample_scratch(), results)?;
+                    }
+                }
+            }
+            let position = run.position as usize;
+            let result = self.settle_row(ticket, index, Launched { row, run, position, sampled, logits, last });
+            done.push((index, result.unwrap_or_else(RowResult::Failed)));
+        }
+        Ok(done)
+    }
+
+    /// Advances the state of a row; what it samples is not waited for.
+    fn settle_row(&mut self, ticket: Ticket, index: usize, launched: Launched) -> Result<RowResult> {
+        let Launched { row, mut run, position, sampled, logits, last: last_logits } = launched;
+        let (id, tokens, slot, vocab) = (row.state, row.len(), run.slot as usize, self.caps.vocab);
         let state = self.state_mut(id)?;
         state.advance(row.ids.as_deref());
         let last = position + tokens - 1;
@@ -114,7 +209,7 @@ impl CudaBackend {
                 let report = match params.logprobs {
                     Some(top) => {
                         let mut logits = room_for(vocab)?;
-                        self.device.download_floats(&mut logits, self.scratch.logits)?;
+                        self.device.download_floats(&mut logits, last_logits)?;
                         Some((logits, top))
                     }
                     None => None,
@@ -125,7 +220,7 @@ impl CudaBackend {
                     return Ok(RowResult::Token(sampling));
                 }
                 let held = self.device.zeroed("logits that wait for a mask", 4 * vocab)?;
-                self.device.copy(held.pointer(), self.scratch.logits, held.bytes())?;
+                self.device.copy(held.pointer(), last_logits, held.bytes())?;
                 let state = self.state_mut(id)?;
                 state.awaits_mask = Some(ticket);
                 let words = Arc::clone(&state.words);
@@ -191,7 +286,7 @@ impl CudaBackend {
         let pass = Pass { device: &self.device, overlap: false };
         let (k, s, results) = (&self.kernels, &self.scratch, self.results.pointer);
         if is_plain_greedy(params) {
-            k.pick_best(&pass, s.run, s.bests, results)?;
+            k.pick_best(&pass, (s.run, 1), s.bests, results)?;
         } else {
             k.sample(&pass, s.run, s.logits, &self.sample_scratch(), results)?;
         }
@@ -277,12 +372,13 @@ impl Graphs {
             forward: pass.device.capture(forward)?,
             greedy: pass.device.capture(|| {
                 forward()?;
-                kernels.pick_best(pass, scratch.run, scratch.bests, results)
+                kernels.pick_best(pass, (scratch.run, 1), scratch.bests, results)
             })?,
             sample: pass.device.capture(|| {
                 forward()?;
                 kernels.sample(pass, scratch.run, scratch.logits, &sample_scratch(scratch), results)
             })?,
+            rows: BTreeMap::new(),
         })
     }
 }
@@ -297,6 +393,7 @@ fn describe(params: &SamplingParams, run: &mut Run) {
     run.top_k = params.top_k;
     run.penalty_start = u32::try_from(params.penalty_start).unwrap_or(u32::MAX);
     run.masked = u32::from(params.masked);
+    run.greedy = u32::from(is_plain_greedy(params));
     run.temperature = params.temperature;
     run.top_p = params.top_p;
     run.min_p = params.min_p;

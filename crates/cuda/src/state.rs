@@ -131,7 +131,7 @@ impl State {
             presence: 0.0,
             frequency: 0.0,
             biases: 0,
-            unused: 0,
+            greedy: 0,
             seed: 0,
         }
     }

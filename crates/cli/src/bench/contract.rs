@@ -21,25 +21,30 @@ pub const PROBE: usize = 256;
 pub const SEED: u64 = 0;
 
 /// The contract in words.
-pub fn text(vocab: usize, decode: usize, rounds: usize) -> String {
+pub fn text(vocab: usize, decode: usize, rounds: usize, sessions: usize) -> String {
     format!(
         "contract {VERSION}
-  prompt     token i is ((i * 2654435761) mod 2^32) mod {vocab}
+  prompt     token i of session s is (((i + s * {SESSION_STRIDE}) * 2654435761) mod 2^32) mod {vocab}
+  sessions   {sessions}; prompts one after the other, decode steps with a row for each; speeds are of all together
   warm-up    all weights are read once, then every shape is run once before it is timed
   prefill    from an empty state until the first token is delivered, in chunks of the device's size
   decode     {decode} greedy steps after it, each feeding the token before
   rounds     {rounds}; median (lowest to highest); none begins after {} s on a context; all give the same tokens
   long       where a prefill would take over {} s, decode starts from {PREFIX} prefilled tokens and a cache of
              seeded noise behind them: marked \"synthetic\"
-  read       a plain read of the bytes that a token touches, by as many threads, timed in every round",
+  read       a plain read of the bytes that a token touches, by as many threads, or of a GPU's weights by the GPU, timed in
+             every round",
         LONGEST_CONTEXT.as_secs(),
         LONGEST_PREFILL.as_secs(),
     )
 }
 
-/// Token `i` of every prompt.
-pub fn prompt_id(i: usize, vocab: usize) -> u32 {
-    let spread = (i as u64).wrapping_mul(2_654_435_761) & 0xFFFF_FFFF;
+/// How far the prompts of sessions are apart: longer than any context.
+const SESSION_STRIDE: usize = 1_000_003;
+
+/// Token `i` of the prompt of a session.
+pub fn prompt_id(session: usize, i: usize, vocab: usize) -> u32 {
+    let spread = ((i + session * SESSION_STRIDE) as u64).wrapping_mul(2_654_435_761) & 0xFFFF_FFFF;
     (spread % vocab as u64) as u32
 }
 
@@ -86,11 +91,11 @@ mod tests {
 
     #[test]
     fn prompt_ids_are_those_of_the_formula_in_32_bits() {
-        let ids = |vocab| (0..6).map(|i| prompt_id(i, vocab)).collect::<Vec<_>>();
+        let ids = |vocab| (0..6).map(|i| prompt_id(0, i, vocab)).collect::<Vec<_>>();
         // 2654435761 * i below 2^32, by hand: 0, 2654435761, 1013904226, 3668339987, 2027808452, 387276917.
         assert_eq!(ids(1 << 32), [0, 2_654_435_761, 1_013_904_226, 3_668_339_987, 2_027_808_452, 387_276_917]);
         assert_eq!(ids(4096), [0, 2481, 866, 3347, 1732, 117]);
-        assert!((0..1000).all(|i| (prompt_id(i, 248_320) as usize) < 248_320));
+        assert!((0..1000).all(|i| (prompt_id(i % 3, i, 248_320) as usize) < 248_320));
     }
 
     #[test]

@@ -28,7 +28,7 @@ use crate::output::{bytes, grouped};
 use crate::{checkpoint, devices};
 use contract::Contexts;
 use machine::Machine;
-use measure::{Bench, Measured};
+use measure::{Bench, Measured, Plan};
 use record::{Journal, Record, Sizes, TokenBytes};
 use stat::Stat;
 use stream::Stream;
@@ -52,6 +52,9 @@ pub struct BenchArgs {
     /// Timed runs of each context, after one that is not timed.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=100))]
     rounds: u16,
+    /// Sessions that decode together, each with a prompt of its own.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    sessions: u16,
     /// Append a line of JSON per context to this file.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -143,11 +146,12 @@ pub fn bench(args: &BenchArgs) -> anyhow::Result<()> {
     let model = ModelArgs { model: args.model.clone(), ctx: Some(longest), device: args.device.clone() };
     let mut backend = devices::load(&model, Arc::clone(&checkpoint))?;
     let run = Run::new(args, &checkpoint, backend.caps().name.clone());
-    println!("{}\n", contract::text(run.shape.vocab, args.decode.into(), args.rounds.into()));
+    println!("{}\n", contract::text(run.shape.vocab, args.decode.into(), args.rounds.into(), args.sessions.into()));
     Stream::of_all(&checkpoint.weights, run.threads).read();
     let stream = Stream::of_a_token(&checkpoint.weights, run.shape, run.threads);
     let shortest = contexts.first().copied().unwrap_or(1);
-    let mut bench = Bench::new(&mut *backend, stream, args.decode.into(), args.rounds.into(), shortest)?;
+    let plan = Plan { decode: args.decode.into(), rounds: args.rounds.into(), sessions: args.sessions.into() };
+    let mut bench = Bench::new(&mut *backend, stream, plan, shortest)?;
     let mut records: Vec<Record> = Vec::new();
     for &context in contexts {
         let record = run.record(bench.context(context)?);
@@ -221,6 +225,7 @@ impl<'a> Run<'a> {
             shape: Sizes::of(self.shape),
             context: measured.context,
             decode_tokens: decode,
+            sessions: self.args.sessions.into(),
             start: measured.start,
             prefill_tok_s: measured.prefill,
             read_share: Stat::of(shares),

@@ -28,6 +28,9 @@ pub struct Record {
     pub shape: Sizes,
     pub context: usize,
     pub decode_tokens: usize,
+    /// Records of before there were several have none.
+    #[serde(default = "one")]
+    pub sessions: usize,
     pub start: Start,
     pub prefill_tok_s: Option<Stat>,
     pub decode_tok_s: Stat,
@@ -36,6 +39,10 @@ pub struct Record {
     pub read_share: Stat,
     pub digest: String,
     pub peak_memory_bytes: usize,
+}
+
+fn one() -> usize {
+    1
 }
 
 /// The sizes of a shape that change how much there is to do.
@@ -119,6 +126,7 @@ pub mod tests {
             shape: Sizes::of(&Shape::DEMO),
             context,
             decode_tokens: 64,
+            sessions: 1,
             start: if prefill.is_some() { Start::Prefill } else { Start::Synthetic },
             prefill_tok_s: prefill.map(|speed| Stat::of([speed, 1.1 * speed])),
             decode_tok_s: Stat::of([decode, 0.9 * decode, 1.2 * decode]),

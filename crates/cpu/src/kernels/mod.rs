@@ -38,11 +38,12 @@ macro_rules! kernel {
             fn avx2($($arg: $ty),*) $(-> $ret)? {
                 $body::<true>($($arg),*)
             }
-            use $crate::device::Isa;
             match isa {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: values of these exist only where the CPU was found to have AVX2 and FMA.
-                Isa::Avx2 | Isa::Avx512 | Isa::Amx => unsafe { avx2($($arg),*) },
+                $crate::device::Isa::Avx2 | $crate::device::Isa::Avx512 | $crate::device::Isa::Amx => unsafe {
+                    avx2($($arg),*)
+                },
                 // What the target guarantees: on AArch64 that is NEON, to whose f32 the other sets add nothing.
                 _ => $body::<{ $crate::kernels::TARGET_HAS_FMA }>($($arg),*),
             }

@@ -78,7 +78,7 @@ DEVICE u32 transpose(u32 x) {
 // Rows in shared memory are 512 bytes; their 16-byte pieces are permuted by the row, so that ldmatrix meets no bank twice.
 constexpr int PIECES = HEAD / 8;
 
-// ---- One token. A warp takes every eighth tile of its CTA's part, for all query heads of the kv head at once: they are the
+// ---- One token of each row of a step, blockIdx.y. A warp takes every eighth tile of its CTA's part, for all query heads of the kv head at once: they are the
 // columns of the B operand, keys and values the rows of A. Queries and weights are split in two BF16 values each, so that products are as exact as the cache.
 constexpr int ATTEND_WARPS = 8;
 constexpr int ATTEND_TILE = 16;
@@ -104,9 +104,15 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
     AttendTiles& shared = *(AttendTiles*)dynamic_shared;
     const int kv_head = blockIdx.x / parts, part = blockIdx.x % parts;
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    run += blockIdx.y;
+    projected += blockIdx.y * PROJ_ATTENTION;
+    part_sums += blockIdx.y * QUERY_HEADS * parts;
+    part_values += (u64)blockIdx.y * parts * QUERY_HEADS * HEAD;
     launch_dependents();
     const u32 position = run->position, length = part_length(position + 1, parts);
     const u32 start = part * length, end = min(position + 1, start + length);
+    // The part of the new token waits for all that is before this kernel.
+    if (start >= end) return;
     u16* keys = keys_of(run, layer, kv_head);
     u16* values = keys + value_offset(run);
     // Rows beyond the limit repeat the one before it, so that no number in a tile is undefined.
@@ -127,7 +133,6 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
         for (int i = tid; i < 2 * 8 * PIECES; i += ATTEND_WARPS * 32) (&queries[0][0][0])[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     wait_for_inputs();
-    if (start >= end) return;
     const bool owner = end == position + 1;
     const u32 new_tile = (position - start) / ATTEND_TILE, new_row = (position - start) % ATTEND_TILE;
     for (int job = warp; job < QUERIES_PER_KV + (owner ? 2 : 0); job += ATTEND_WARPS) {
@@ -211,9 +216,9 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const u32 rounded = pack_bf16(s[2 * i], s[2 * i + 1]);
+            const u32 rounded = round_pair(s[2 * i], s[2 * i + 1]);
             p[0][i] = transpose(rounded);
-            p[1][i] = transpose(pack_bf16(s[2 * i] - bf16_low(rounded), s[2 * i + 1] - bf16_high(rounded)));
+            p[1][i] = transpose(round_pair(s[2 * i] - bf16_low(rounded), s[2 * i + 1] - bf16_high(rounded)));
         }
 #pragma unroll
         for (int n = 0; n < HEAD / 16; n++)
@@ -273,6 +278,11 @@ attend_combine(const Run* run, int parts, const float* projected, const float2* 
     __shared__ float scales[MAX_PARTS], shares[4][64], warp_values[8];
     const int head = blockIdx.x / 4, tid = threadIdx.x, share = tid / 64;
     const int dim = blockIdx.x % 4 * 64 + tid % 64;
+    run += blockIdx.y;
+    projected += blockIdx.y * PROJ_ATTENTION;
+    part_sums += blockIdx.y * QUERY_HEADS * parts;
+    part_values += (u64)blockIdx.y * parts * QUERY_HEADS * HEAD;
+    out += blockIdx.y * QUERY_WIDTH;
     launch_dependents();
     const u32 tokens = run->position + 1, length = part_length(tokens, parts);
     const int used = (tokens + length - 1) / length;

@@ -1,10 +1,11 @@
-//! Attention; see `attention.cu`.
+//! Attention; see `attention.cu` and, for Hopper, `attention_wide.cu`.
 
 use lily_backend::Result;
 use lily_model::Shape;
 
+use super::gemm::WIDE_ARCH;
 use super::{Kernels, Pass, Sizes, arguments};
-use crate::device::Pointer;
+use crate::device::{Function, Module, Pointer};
 
 /// Tokens of keys and values of [`Kernels::attend_many`] in shared memory at a time.
 const TILE: usize = 32;
@@ -22,6 +23,20 @@ pub(super) fn shared_of_one(_: &Sizes) -> usize {
     ATTEND_WARPS * TILE_BYTES / 2
 }
 
+/// Tiles of 64 keys and as many values; for each warpgroup 64 rows of queries in two halves; and room to begin at a multiple of 1024.
+fn shared_of_wide(s: &Sizes) -> usize {
+    (2 + 2 * s.queries_per_kv() / 4) * 64 * Shape::HEAD_DIM * 2 + 1024
+}
+
+/// The kernel for many tokens on the GPUs and head counts that have one of its own.
+pub(super) fn load_wide(module: &Module, sizes: &Sizes, arch: u32) -> Result<Option<(Function, u32)>> {
+    if arch != WIDE_ARCH || !sizes.queries_per_kv().is_multiple_of(4) {
+        return Ok(None);
+    }
+    let shared = shared_of_wide(sizes) as u32;
+    Ok(Some((module.function("attend_wide", shared)?, shared)))
+}
+
 /// Queries in two halves, and a tile.
 pub(super) fn shared_of_many(s: &Sizes) -> usize {
     2 * s.heads_together() * ROWS * Shape::HEAD_DIM * 2 + TILE_BYTES
@@ -33,17 +48,17 @@ impl Kernels {
         (pass.device.processors as usize / self.sizes.kv_heads).clamp(1, MAX_PARTS)
     }
 
-    /// One token of attention layer `layer`: `projected` to partial results.
+    /// One token of each of `rows` rows through attention layer `layer`: `projected` to partial results.
     pub(crate) fn attend(
         &self,
         pass: &Pass<'_>,
-        (run, layer): (Pointer, usize),
+        (run, layer, rows): (Pointer, usize, usize),
         projected: Pointer,
         (q_norm, k_norm): (Pointer, Pointer),
         (sums, values): (Pointer, Pointer),
     ) -> Result<()> {
         let parts = self.attention_parts(pass);
-        let (layer, grid, parts) = (layer as i32, (self.sizes.kv_heads * parts, 1), parts as i32);
+        let (layer, grid, parts) = (layer as i32, (self.sizes.kv_heads * parts, rows), parts as i32);
         let arguments = arguments![run, layer, parts, projected, q_norm, k_norm, sums, values];
         pass.launch(self.attend, grid, 32 * ATTEND_WARPS, arguments)
     }
@@ -52,12 +67,12 @@ impl Kernels {
     pub(crate) fn attend_combine(
         &self,
         pass: &Pass<'_>,
-        run: Pointer,
+        (run, rows): (Pointer, usize),
         projected: Pointer,
         (sums, values): (Pointer, Pointer),
         out: Pointer,
     ) -> Result<()> {
-        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads * 4, 1));
+        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads * 4, rows));
         pass.launch(self.attend_combine, grid, 256, arguments![run, parts, projected, sums, values, out])
     }
 
@@ -84,6 +99,11 @@ impl Kernels {
         projected: Pointer,
         out: Pointer,
     ) -> Result<()> {
+        if let Some(kernel) = self.attend_wide {
+            let grid = (tokens.div_ceil(ROWS), self.sizes.kv_heads);
+            let (layer, tokens, threads) = (layer as i32, tokens as i32, 32 * self.sizes.queries_per_kv());
+            return pass.launch(kernel, grid, threads, arguments![run, layer, queries, projected, tokens, out]);
+        }
         let together = self.sizes.heads_together();
         let grid = (tokens.div_ceil(ROWS), self.sizes.query_heads / together);
         let (layer, tokens) = (layer as i32, tokens as i32);

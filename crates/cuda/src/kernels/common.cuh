@@ -45,7 +45,8 @@ struct Run {
     // Sampling, see SamplingParams.
     u32 vocab_limit, top_k, penalty_start, masked;
     float temperature, top_p, min_p, repetition, presence, frequency;
-    u32 biases, unused;  // number of logit biases
+    u32 biases;     // number of them
+    u32 greedy;     // whether the raw logits decide alone
     u64 seed;
 };
 constexpr u32 FROM_STATE = 0xffffffffu;
@@ -83,6 +84,13 @@ DEVICE void copy8(void* to, const void* from) {
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+// Asks for memory that a later kernel streams: from DRAM to L2, where a GPU has an instruction for it. 16-byte pieces.
+DEVICE void fetch_into_cache(const void* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 DEVICE float4 load_cg(const float4* p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
@@ -101,6 +109,11 @@ DEVICE u32 to_bf16(float x) {  // nearest, ties to even; NaN stays NaN
     u32 bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
     return (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+}
+DEVICE u32 round_pair(float low, float high) {  // the same in one instruction, where there is no NaN
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
 DEVICE u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 // Quotients and roots by the special function units: two units in the last place, and no slow path.

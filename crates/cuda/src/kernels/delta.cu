@@ -17,14 +17,18 @@ DEVICE float* history_slot(float* conv, int layer, u32 position) {
     return conv + ((u64)layer * 4 + position % 4) * CONV_WIDTH;
 }
 
-// ---- One token. A CTA has 32 rows of a value head's state, 16 lanes a row; 4 CTAs a head.
+// ---- One token of each row of a step, blockIdx.y. A CTA has 32 rows of a value head's state, 16 lanes a row; 4 CTAs a head.
 // In: projected [PROJ_DELTA], taps [CONV_WIDTH, 4], rates = exp(A_log), dt_bias [VALUE_HEADS], norm [128].
 // Out: out [VALUE_WIDTH] = o * norm * silu(z), without the norm's scale, and squares [VALUE_HEADS, 4].
 // Bytes moved: the state read and written, 2 x 16 KB a CTA.
-KERNEL(512, 2)
+KERNEL(512, 3)
 delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
            const float* norm, float* out, float* squares) {
     __shared__ float qs[DELTA_HEAD], ks[DELTA_HEAD], vs[32], sums[8], gates[2], outputs[32];
+    run += blockIdx.y;
+    projected += blockIdx.y * PROJ_DELTA;
+    out += blockIdx.y * VALUE_BLOCKS * BLOCK_INPUTS;
+    squares += blockIdx.y * VALUE_HEADS * 4;
     const int head = blockIdx.x >> 2, slice = blockIdx.x & 3, key_head = head / VALUES_PER_KEY;
     const int tid = threadIdx.x, row = tid >> 4, lane16 = tid & 15, lane = tid & 31;
     launch_dependents();

@@ -31,17 +31,16 @@ pub(crate) struct DeltaVectors {
 }
 
 impl Kernels {
-    /// One token of delta layer `layer`: `projected` to `out`, and its sums of squares.
+    /// One token of each of `rows` rows through delta layer `layer`: `projected` to `out` in whole blocks, and its sums of squares.
     pub(crate) fn delta_step(
         &self,
         pass: &Pass<'_>,
-        run: Pointer,
-        layer: usize,
+        (run, layer, rows): (Pointer, usize, usize),
         projected: Pointer,
         v: &DeltaVectors,
         (out, squares): (Pointer, Pointer),
     ) -> Result<()> {
-        let (layer, grid) = (layer as i32, (self.sizes.value_heads * SLICES, 1));
+        let (layer, grid) = (layer as i32, (self.sizes.value_heads * SLICES, rows));
         let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out, squares];
         pass.launch(self.delta_step, grid, 512, arguments)
     }

@@ -20,6 +20,7 @@ struct Gemm {
     int list_stride;
     int share;                 // rows of the list that share a row of x
     int rows;                  // without a list
+    int tile;                  // tokens of a CTA at most, without a list
     float* out;                // [rows, stride]
     int stride;
     int outputs;               // that are stored, of a row
@@ -33,27 +34,58 @@ template <int COLUMNS> struct GemmStage {
 
 enum Finish { STORE, ADD, SWIGLU };
 
+// Which tokens a CTA has: `count` places of an expert's list from `first` on. False: none.
+DEVICE bool tokens_of_cta(const Gemm& p, int& expert, int& first, int& count) {
+    if (p.list) {
+        if (blockIdx.y >= *p.token_tile_count) return false;
+        const uint2 place = p.token_tiles[blockIdx.y];
+        expert = place.x, first = place.y;
+        count = min(p.tile, (int)p.counts[expert] - first);
+    } else {
+        first = blockIdx.y * p.tile;
+        count = min(p.tile, p.rows - first);
+    }
+    return true;
+}
+// The row of a token; those beyond the last repeat it and are not stored.
+DEVICE u32 row_of_token(const Gemm& p, int expert, int first, int count, int token) {
+    const int i = first + min(token, count - 1);
+    return p.list ? p.list[(u64)expert * p.list_stride + i] : i;
+}
+
+// What a group adds to an output. One order of operations, so that all forms have the same bits.
+DEVICE float add_group(float y, u32 scale_and_bias, float scale, float sum, int high, int low) {
+    const float dot = (float)(high * 256 + low);
+    return __fmaf_rn(bf16_low(scale_and_bias), __fmul_rn(scale, dot), __fmaf_rn(bf16_high(scale_and_bias), sum, y));
+}
+
+// Outputs g and g + 8 of a tile for tokens `token` and the one behind it.
+template <Finish FINISH>
+DEVICE void store_outputs(const Gemm& p, const u32* rows, int tile, int token, int count, int g, const float* sums) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (token + i >= count) continue;
+        float* to = p.out + (u64)rows[token + i] * p.stride;
+        const float upper = sums[i], lower = sums[i + 2];
+        if (FINISH == SWIGLU) {
+            to[tile * 8 + g] = silu(upper) * lower;
+        } else {
+            const int row = tile * 16 + g;
+            if (row < p.outputs) to[row] = FINISH == ADD ? to[row] + upper : upper;
+            if (row + 8 < p.outputs) to[row + 8] = FINISH == ADD ? to[row + 8] + lower : lower;
+        }
+    }
+}
+
 template <int BITS, int COLUMNS, Finish FINISH> DEVICE void gemm(const Gemm& p) {
     constexpr int TOKENS = 8 * COLUMNS, BYTES = BITS == 4 ? BLOCK4 : BLOCK8, PIECES = BITS == 4 ? 4 : 8;
-    extern __shared__ __align__(128) char dynamic_shared[];
     typedef GemmStage<COLUMNS> Stage;
     Stage* stages = (Stage*)dynamic_shared;
     __shared__ u32 rows[TOKENS];
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-    int expert = 0, first = blockIdx.y * TOKENS, count;
-    if (p.list) {
-        if (blockIdx.y >= *p.token_tile_count) return;
-        const uint2 place = p.token_tiles[blockIdx.y];
-        expert = place.x, first = place.y;
-        count = min(TOKENS, (int)p.counts[expert] - first);
-    } else {
-        count = min(TOKENS, p.rows - first);
-    }
-    // Columns beyond the last repeat it and are not stored.
-    if (tid < TOKENS) {
-        const int i = first + min(tid, count - 1);
-        rows[tid] = p.list ? p.list[(u64)expert * p.list_stride + i] : i;
-    }
+    int expert = 0, first = 0, count = 0;
+    if (!tokens_of_cta(p, expert, first, count)) return;
+    if (tid < TOKENS) rows[tid] = row_of_token(p, expert, first, count, tid);
     __syncthreads();
     const int columns = (count + 7) / 8;
 
@@ -126,10 +158,10 @@ template <int BITS, int COLUMNS, Finish FINISH> DEVICE void gemm(const Gemm& p) 
                 mma_u8_s8(h, w[4], w[5], w[6], w[7], high.z, high.w);
                 mma_u8_s8(l, w[4], w[5], w[6], w[7], low.z, low.w);
                 float* y = sums[n];
-                y[0] += bf16_low(upper) * (x.x * (float)(h[0] * 256 + l[0])) + bf16_high(upper) * x.y;
-                y[1] += bf16_low(upper) * (x.z * (float)(h[1] * 256 + l[1])) + bf16_high(upper) * x.w;
-                y[2] += bf16_low(lower) * (x.x * (float)(h[2] * 256 + l[2])) + bf16_high(lower) * x.y;
-                y[3] += bf16_low(lower) * (x.z * (float)(h[3] * 256 + l[3])) + bf16_high(lower) * x.w;
+                y[0] = add_group(y[0], upper, x.x, x.y, h[0], l[0]);
+                y[1] = add_group(y[1], upper, x.z, x.w, h[1], l[1]);
+                y[2] = add_group(y[2], lower, x.x, x.y, h[2], l[2]);
+                y[3] = add_group(y[3], lower, x.z, x.w, h[3], l[3]);
             }
         }
         __syncthreads();
@@ -137,21 +169,7 @@ template <int BITS, int COLUMNS, Finish FINISH> DEVICE void gemm(const Gemm& p) 
     }
     if (tile >= p.tiles) return;
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int token = n * 8 + 2 * t + i;
-            if (token >= count) continue;
-            float* to = p.out + (u64)rows[token] * p.stride;
-            const float upper = sums[n][i], lower = sums[n][i + 2];
-            if (FINISH == SWIGLU) {
-                to[tile * 8 + g] = silu(upper) * lower;
-            } else {
-                const int row = tile * 16 + g;
-                if (row < p.outputs) to[row] = FINISH == ADD ? to[row] + upper : upper;
-                if (row + 8 < p.outputs) to[row + 8] = FINISH == ADD ? to[row + 8] + lower : lower;
-            }
-        }
+    for (int n = 0; n < COLUMNS; n++) store_outputs<FINISH>(p, rows, tile, n * 8 + 2 * t, count, g, sums[n]);
 }
 
 // Large: 64 tokens a CTA. Small: 16, for few tokens.

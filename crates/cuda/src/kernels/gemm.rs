@@ -1,9 +1,9 @@
-//! Linears of many tokens; see `gemm.cu`.
+//! Linears of many tokens; see `gemm.cu` and, for Hopper, `gemm_wide.cu`.
 
 use lily_backend::Result;
 
 use super::{FixedRows, Kernels, Pass, arguments};
-use crate::device::Pointer;
+use crate::device::{Function, Module, Pointer};
 
 /// Warps of a CTA.
 const WARPS: usize = 8;
@@ -15,6 +15,64 @@ const LARGE_EXPERT_TOKENS: usize = 17;
 const LARGE_TILE: usize = 64;
 const SMALL_TILE: usize = 16;
 const Q8_TILE: usize = 32;
+
+/// Tokens of a CTA of the wide form at most, and of the narrow one.
+const WIDE_TILE: usize = 128;
+const NARROW_TILE: usize = 32;
+/// The most of the wide form of 8-bit weights.
+const Q8_WIDE_TILE: usize = 64;
+/// Up to this mean number of tokens that an expert meets the narrow form is faster: most experts have one of its tiles.
+const NARROW_EXPERT_TOKENS: usize = 24;
+
+/// Stages of 128 inputs of `tokens` tokens with their groups and of 128 rows of codes with their scales, each beginning at a multiple of
+/// 1024.
+const fn wide_shared(tokens: usize, stages: usize, codes: usize) -> u32 {
+    let stage = 2 * 128 * tokens + 2 * 8 * tokens + WARPS * (codes + 256);
+    (stages * stage.next_multiple_of(1024) + 1024) as u32
+}
+/// The compute capability whose tensor cores the wide forms of kernels are for.
+pub(super) const WIDE_ARCH: u32 = 90;
+
+/// The kernels of the wide form, or of the narrow one.
+pub(crate) struct Forms {
+    store: (Function, u32),
+    add: (Function, u32),
+    swiglu: (Function, u32),
+    q8: (Function, u32),
+}
+
+/// Kernels for Hopper.
+pub(crate) struct Wide {
+    wide: Forms,
+    narrow: Forms,
+}
+
+impl Wide {
+    fn forms(&self, tile: usize) -> &Forms {
+        if tile == NARROW_TILE { &self.narrow } else { &self.wide }
+    }
+
+    /// Those of a module for `arch`, if it is the one that has them.
+    pub(super) fn load(module: &Module, arch: u32) -> Result<Option<Wide>> {
+        if arch != WIDE_ARCH {
+            return Ok(None);
+        }
+        let forms = |names: [&'static str; 4], tokens: usize, stages| -> Result<Forms> {
+            let q4 = wide_shared(tokens, stages, 1024);
+            let q8 = wide_shared(tokens.min(Q8_WIDE_TILE), stages, 2048);
+            let [store, add, swiglu, q8_store] = names;
+            Ok(Forms {
+                store: (module.function(store, q4)?, q4),
+                add: (module.function(add, q4)?, q4),
+                swiglu: (module.function(swiglu, q4)?, q4),
+                q8: (module.function(q8_store, q8)?, q8),
+            })
+        };
+        let wide = ["gemm_q4_store_wide", "gemm_q4_add_wide", "gemm_q4_swiglu_wide", "gemm_q8_store_wide"];
+        let narrow = ["gemm_q4_store_narrow", "gemm_q4_add_narrow", "gemm_q4_swiglu_narrow", "gemm_q8_store_narrow"];
+        Ok(Some(Wide { wide: forms(wide, WIDE_TILE, 4)?, narrow: forms(narrow, NARROW_TILE, 3)? }))
+    }
+}
 
 /// Two stages of fixed-point inputs: 256 inputs of `8 * columns` tokens.
 pub(super) fn shared(columns: usize) -> usize {
@@ -35,6 +93,8 @@ pub(crate) struct Gemm {
     pub(crate) grouping: Grouping,
     /// Rows, where no list says which.
     pub(crate) rows: i32,
+    /// Tokens of a CTA; set when it is launched.
+    pub(crate) tile: i32,
     /// f32 `[rows, stride]`.
     pub(crate) out: Pointer,
     pub(crate) stride: i32,
@@ -78,55 +138,79 @@ pub(crate) enum Finish {
     SwiGlu,
 }
 
-/// Whether `tokens` tokens go through the large form.
-fn is_large(tokens: usize) -> bool {
-    tokens >= LARGE_TOKENS
-}
-
-/// Pairs that a tile of experts' tokens has, for `tokens` tokens that meet `top_k` of `experts`.
-pub(crate) fn expert_tile(tokens: usize, top_k: usize, experts: usize) -> usize {
-    if tokens * top_k >= LARGE_EXPERT_TOKENS * experts { LARGE_TILE } else { SMALL_TILE }
-}
-
-/// Most tiles that the lists of `tokens` tokens can have.
-pub(crate) fn most_expert_tiles(tokens: usize, top_k: usize, experts: usize) -> usize {
-    let (pairs, tile) = (tokens * top_k, expert_tile(tokens, top_k, experts));
+/// Most tiles that lists of `tokens` tokens can have.
+fn most_expert_tiles(tokens: usize, top_k: usize, experts: usize, tile: usize) -> usize {
+    let pairs = tokens * top_k;
     experts.min(pairs) + pairs / tile
 }
 
 impl Kernels {
+    /// Pairs that a tile of experts' tokens has, for `tokens` tokens.
+    pub(crate) fn expert_tile(&self, tokens: usize) -> usize {
+        match self.wide {
+            Some(_) if tokens * self.sizes.top_k <= NARROW_EXPERT_TOKENS * self.sizes.experts => NARROW_TILE,
+            Some(_) => WIDE_TILE,
+            None if tokens * self.sizes.top_k >= LARGE_EXPERT_TOKENS * self.sizes.experts => LARGE_TILE,
+            None => SMALL_TILE,
+        }
+    }
+
+    /// Tokens of a CTA of a linear of `rows` tokens with `groups` groups of tiles: of the wide form as many as leave work for every
+    /// processor.
+    fn tile(&self, pass: &Pass<'_>, rows: usize, groups: usize) -> usize {
+        match self.wide {
+            Some(_) => {
+                let fills = |tile: &usize| rows.div_ceil(*tile) * groups >= pass.device.processors as usize;
+                [WIDE_TILE, 64].into_iter().find(fills).unwrap_or(NARROW_TILE)
+            }
+            None if rows >= LARGE_TOKENS => LARGE_TILE,
+            None => SMALL_TILE,
+        }
+    }
+
     /// A linear of all rows.
     pub(crate) fn gemm_q4(&self, pass: &Pass<'_>, gemm: &Gemm, finish: Finish) -> Result<()> {
         let rows = gemm.rows as usize;
-        let tile = if is_large(rows) { LARGE_TILE } else { SMALL_TILE };
+        let tile = self.tile(pass, rows, (gemm.tiles as usize).div_ceil(WARPS));
         self.gemm(pass, gemm, finish, rows.div_ceil(tile), tile)
     }
 
     /// Linears of the rows that experts meet, `tokens` in all.
     pub(crate) fn gemm_q4_grouped(&self, pass: &Pass<'_>, gemm: &Gemm, finish: Finish, tokens: usize) -> Result<()> {
-        let (top_k, experts) = (self.sizes.top_k, self.sizes.experts);
-        let tile = expert_tile(tokens, top_k, experts);
-        self.gemm(pass, gemm, finish, most_expert_tiles(tokens, top_k, experts), tile)
+        let tile = self.expert_tile(tokens);
+        let most = most_expert_tiles(tokens, self.sizes.top_k, self.sizes.experts, tile);
+        self.gemm(pass, gemm, finish, most, tile)
     }
 
     fn gemm(&self, pass: &Pass<'_>, gemm: &Gemm, finish: Finish, token_tiles: usize, tile: usize) -> Result<()> {
-        let large = tile == LARGE_TILE;
-        let kernel = match (finish, large) {
-            (Finish::Store, true) => self.gemm_q4_store_large,
-            (Finish::Store, false) => self.gemm_q4_store_small,
-            (Finish::Add, true) => self.gemm_q4_add_large,
-            (Finish::Add, false) => self.gemm_q4_add_small,
-            (Finish::SwiGlu, true) => self.gemm_q4_swiglu_large,
-            (Finish::SwiGlu, false) => self.gemm_q4_swiglu_small,
+        let kernel = match (finish, tile, &self.wide) {
+            (Finish::Store, tile, Some(wide)) => wide.forms(tile).store,
+            (Finish::Add, tile, Some(wide)) => wide.forms(tile).add,
+            (Finish::SwiGlu, tile, Some(wide)) => wide.forms(tile).swiglu,
+            (Finish::Store, LARGE_TILE, None) => self.gemm_q4_store_large,
+            (Finish::Store, _, None) => self.gemm_q4_store_small,
+            (Finish::Add, LARGE_TILE, None) => self.gemm_q4_add_large,
+            (Finish::Add, _, None) => self.gemm_q4_add_small,
+            (Finish::SwiGlu, LARGE_TILE, None) => self.gemm_q4_swiglu_large,
+            (Finish::SwiGlu, _, None) => self.gemm_q4_swiglu_small,
         };
         let grid = ((gemm.tiles as usize).div_ceil(WARPS), token_tiles);
-        pass.launch(kernel, grid, 32 * WARPS, arguments![*gemm])
+        let gemm = Gemm { tile: tile as i32, ..*gemm };
+        pass.launch(kernel, grid, 32 * WARPS, arguments![gemm])
     }
 
     /// A linear of 8-bit weights of all rows.
     pub(crate) fn gemm_q8(&self, pass: &Pass<'_>, gemm: &Gemm) -> Result<()> {
-        let grid = ((gemm.tiles as usize).div_ceil(WARPS), (gemm.rows as usize).div_ceil(Q8_TILE));
-        pass.launch(self.gemm_q8_store, grid, 32 * WARPS, arguments![*gemm])
+        let (rows, groups) = (gemm.rows as usize, (gemm.tiles as usize).div_ceil(WARPS));
+        let (kernel, tile) = match &self.wide {
+            Some(wide) => {
+                let tile = self.tile(pass, rows, groups).min(Q8_WIDE_TILE);
+                (wide.forms(tile).q8, tile)
+            }
+            None => (self.gemm_q8_store, Q8_TILE),
+        };
+        let gemm = Gemm { tile: tile as i32, ..*gemm };
+        pass.launch(kernel, (groups, rows.div_ceil(tile)), 32 * WARPS, arguments![gemm])
     }
 }
 
@@ -137,12 +221,14 @@ mod tests {
     #[test]
     fn tiles_suffice_for_lists_however_they_are_spread() {
         for (tokens, top_k, experts) in [(1, 8, 256), (16, 8, 256), (4096, 8, 256), (300, 2, 8), (7, 4, 16)] {
-            let (tile, most) = (expert_tile(tokens, top_k, experts), most_expert_tiles(tokens, top_k, experts));
-            // The worst: as many experts as can have one pair beyond whole tiles.
-            let pairs = tokens * top_k;
-            let spread = experts.min(pairs);
-            let worst = spread + (pairs - spread) / tile;
-            assert!(worst <= most, "{tokens} tokens: {worst} tiles, room for {most}");
+            for tile in [SMALL_TILE, NARROW_TILE, LARGE_TILE, WIDE_TILE] {
+                // The worst: as many experts as can have one pair beyond whole tiles.
+                let pairs = tokens * top_k;
+                let spread = experts.min(pairs);
+                let worst = spread + (pairs - spread) / tile;
+                let most = most_expert_tiles(tokens, top_k, experts, tile);
+                assert!(worst <= most, "{tokens} tokens: {worst} tiles of {tile}, room for {most}");
+            }
         }
     }
 }

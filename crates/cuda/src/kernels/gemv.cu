@@ -16,8 +16,14 @@ struct Fixed {
     float scale, sum;
 };
 
+// A lane's part of a block in fixed point: of group g / 2 the four words of high (g even) or low bytes, its scale and its sum.
+struct FixedLane {
+    u32 words[4];
+    float scale, sum;
+};
+
 // From 16 values per lane: lane 4g + t has inputs 4t .. 4t + 3 of every sixteen of group g / 2, for high bytes if g is even.
-DEVICE void make_fixed(Fixed& x, const float* v, int lane) {
+DEVICE FixedLane fix_lane(const float* v, int lane) {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 16; i++) largest = fmaxf(largest, fabsf(v[i]));
@@ -34,18 +40,31 @@ DEVICE void make_fixed(Fixed& x, const float* v, int lane) {
     // Whole numbers below 2^24: exact in any order.
     sum = sum_lanes<4>(sum);
     const bool low = lane >> 2 & 1;
-    u32 own[4];
+    FixedLane own;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        own[i] = low ? fixed_bytes<false>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3])
-                     : fixed_bytes<true>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
+        own.words[i] = low ? fixed_bytes<false>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3])
+                           : fixed_bytes<true>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
+    own.scale = fixed_scale(largest);
+    own.sum = own.scale * sum;
+    return own;
+}
+
+DEVICE void make_fixed(Fixed& x, const float* v, int lane) {
+    const FixedLane own = fix_lane(v, lane);
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) x.bytes[4 * j + i] = lane >> 3 == j ? own[i] : 0u;
-    const float scale = fixed_scale(largest);
-    x.scale = __shfl_sync(FULL, scale, (lane & 3) * 8);
-    x.sum = __shfl_sync(FULL, scale * sum, (lane & 3) * 8);
+        for (int i = 0; i < 4; i++) x.bytes[4 * j + i] = lane >> 3 == j ? own.words[i] : 0u;
+    x.scale = __shfl_sync(FULL, own.scale, (lane & 3) * 8);
+    x.sum = __shfl_sync(FULL, own.sum, (lane & 3) * 8);
+}
+
+// What a group adds to an output: `dot` of codes and fixed-point inputs. One order of operations, so that one token and several
+// (batch.cu) have the same bits.
+DEVICE float group_term(u32 scale_and_bias, float scale, float sum, int high, int low) {
+    const float dot = (float)(high * 256 + low);
+    return __fmaf_rn(__fmul_rn(bf16_low(scale_and_bias), scale), dot, __fmul_rn(bf16_high(scale_and_bias), sum));
 }
 
 // Adds a block's 16 outputs into `out` [16]: lane 0 of each quad writes rows g and g + 8.
@@ -67,10 +86,8 @@ template <int BITS> DEVICE void block_times_x(const char* block, const Fixed& x,
         }
     }
     const uint2 s = *(const uint2*)(block + (BITS == 4 ? 2048 : 4096) + lane * 8);
-    const float d0 = (float)((c[0][0] + c[1][0]) * 256 + (c[0][1] + c[1][1]));
-    const float d1 = (float)((c[0][2] + c[1][2]) * 256 + (c[0][3] + c[1][3]));
-    const float y0 = sum_lanes<4>(bf16_low(s.x) * x.scale * d0 + bf16_high(s.x) * x.sum);
-    const float y1 = sum_lanes<4>(bf16_low(s.y) * x.scale * d1 + bf16_high(s.y) * x.sum);
+    const float y0 = sum_lanes<4>(group_term(s.x, x.scale, x.sum, c[0][0] + c[1][0], c[0][1] + c[1][1]));
+    const float y1 = sum_lanes<4>(group_term(s.y, x.scale, x.sum, c[0][2] + c[1][2], c[0][3] + c[1][3]));
     if ((lane & 3) == 0) {
         out[lane >> 2] = y0;
         out[(lane >> 2) + 8] = y1;
@@ -105,18 +122,21 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
     };
 
     char* slots;
-    int warp, lane, count, filled;
+    int warp, lane, first_tile, stride, count, filled;
     Walk ahead;
 
-    DEVICE Tiles(char* shared, int tiles) {
+    // Tiles cta, cta + ctas, ... below `tiles`.
+    DEVICE Tiles(char* shared, int tiles, int cta, int ctas) {
         warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
         slots = shared + warp * DEPTH * BYTES;
-        count = tiles > (int)blockIdx.x ? (tiles - blockIdx.x - 1) / gridDim.x + 1 : 0;
+        first_tile = cta, stride = ctas;
+        count = tiles > cta ? (tiles - cta - 1) / ctas + 1 : 0;
         filled = 0;
         ahead = Walk{0, warp};
     }
+    DEVICE Tiles(char* shared, int tiles) : Tiles(shared, tiles, blockIdx.x, gridDim.x) {}
 
-    DEVICE static int tile_of(int index) { return blockIdx.x + index * gridDim.x; }
+    DEVICE int tile_of(int index) const { return first_tile + index * stride; }
 
     template <class Address> DEVICE void fill_slot(Address address) {
         // A warp with more warps than a chunk has blocks never has any.
@@ -199,6 +219,17 @@ DEVICE void load16(float* v, const float* from) {
 // squares that it needs are left by warps 0 .. BLOCKS - 1, whose first block is their own number.
 constexpr int HIDDEN_BLOCKS = HIDDEN / BLOCK_INPUTS;
 static_assert(HIDDEN % BLOCK_INPUTS == 0 && HIDDEN_BLOCKS <= WARPS, "the norm needs a warp per block");
+
+// A block's values times the norm's weights; their sum of squares before that.
+DEVICE float normed(float* v, const float* weights) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; i++) sum += v[i] * v[i];
+#pragma unroll
+    for (int i = 0; i < 16; i++) v[i] *= weights[i];
+    // High and low lanes hold the same values.
+    return sum_lanes<32>(sum) * 0.5f;
+}
 template <class T> DEVICE void load_normed(const T&, Fixed& x, int block, int lane, int warp, const float* h, const float* fetched, const float* weight,
                         float* squares) {
     float v[16];
@@ -212,17 +243,14 @@ template <class T> DEVICE void load_normed(const T&, Fixed& x, int block, int la
     } else {
         w = (const float4*)(weight + lane_start(block, lane));
     }
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 16; i++) sum += v[i] * v[i];
+    float weights[16];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float4 q = w[4 * i];
-        v[4 * i] *= q.x, v[4 * i + 1] *= q.y, v[4 * i + 2] *= q.z, v[4 * i + 3] *= q.w;
+        weights[4 * i] = q.x, weights[4 * i + 1] = q.y, weights[4 * i + 2] = q.z, weights[4 * i + 3] = q.w;
     }
+    const float sum = normed(v, weights);
     make_fixed(x, v, lane);
-    // High and low lanes hold the same values.
-    sum = sum_lanes<32>(sum) * 0.5f;
     if (warp == block && lane == 0) squares[warp] = sum;
 }
 DEVICE float norm_scale(const float* squares) {
@@ -258,22 +286,30 @@ struct Residual {
     float old;
     int tile;
     template <class T> DEVICE Residual(const T& t, const float* h) {
-        tile = t.warp < t.count ? T::tile_of(t.warp) : -1;
+        tile = t.warp < t.count ? t.tile_of(t.warp) : -1;
         old = tile >= 0 ? load_cg(h + tile * 16 + (t.lane & 15)) : 0.0f;
     }
+    DEVICE float at(const float* h, int at_tile, int lane) const {
+        return at_tile == tile ? old : load_cg(h + at_tile * 16 + (lane & 15));
+    }
     DEVICE void add(float* h, int at_tile, int lane, float sum) const {
-        if (lane < 16) h[at_tile * 16 + lane] = (at_tile == tile ? old : h[at_tile * 16 + lane]) + sum;
+        if (lane < 16) h[at_tile * 16 + lane] = at(h, at_tile, lane) + sum;
     }
 };
 
-// ---- Output projection of a delta layer, added to h. x [VALUE_WIDTH] lacks the scale of the gated norm, which follows from the
-// sums of squares [value head, 4].
+// ---- Output projections, added to h. x [QUERY_WIDTH] of an attention layer; that of a delta layer [VALUE_WIDTH] lacks the scale of the
+// gated norm, which follows from the sums of squares [value head, 4].
 constexpr int VALUE_BLOCKS = (VALUE_WIDTH + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
-KERNEL(THREADS, 2) delta_output(const char* weights, const float* x_in, const float* squares, float* h) {
-    typedef Tiles<VALUE_BLOCKS, 4> T;
-    __shared__ T::Shared shared;
+constexpr int QUERY_BLOCKS = QUERY_WIDTH / BLOCK_INPUTS;
+DEVICE float gated_norm_scale(const float* squares, int k) {
+    const float4 s = load_cg((const float4*)squares + k / DELTA_HEAD);
+    return inverse_root((s.x + s.y + s.z + s.w) / DELTA_HEAD + RMS_EPS);
+}
+template <int BLOCKS, bool NORMED> DEVICE void output(const char* weights, const float* x_in, const float* squares, float* h) {
+    typedef Tiles<BLOCKS, 4> T;
+    __shared__ typename T::Shared shared;
     T t(dynamic_shared, HIDDEN / 16);
-    auto address = [&](int tile, int block) { return weights + ((u64)tile * VALUE_BLOCKS + block) * BLOCK4; };
+    auto address = [&](int tile, int block) { return weights + ((u64)tile * BLOCKS + block) * BLOCK4; };
     launch_dependents();
     t.fill(address);
     wait_for_inputs();
@@ -282,39 +318,27 @@ KERNEL(THREADS, 2) delta_output(const char* weights, const float* x_in, const fl
         shared, address,
         [&](Fixed& x, int block) {
             float v[16];
-            load16(v, x_in + lane_start(block, t.lane));
-            const float4 s = load_cg((const float4*)squares + lane_start(block, t.lane) / DELTA_HEAD);
-            const float scale = inverse_root((s.x + s.y + s.z + s.w) / DELTA_HEAD + RMS_EPS);
+            const int k = lane_start(block, t.lane);
+            load16(v, x_in + k);
+            if (NORMED) {
+                const float scale = gated_norm_scale(squares, k);
 #pragma unroll
-            for (int i = 0; i < 16; i++) v[i] *= scale;
+                for (int i = 0; i < 16; i++) v[i] *= scale;
+            }
             make_fixed(x, v, t.lane);
         },
         [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum); });
 }
-
-// ---- Output projection of an attention layer, added to h. x [QUERY_WIDTH].
-constexpr int QUERY_BLOCKS = QUERY_WIDTH / BLOCK_INPUTS;
-KERNEL(THREADS, 2) attention_output(const char* weights, const float* x_in, float* h) {
-    typedef Tiles<QUERY_BLOCKS, 4> T;
-    __shared__ T::Shared shared;
-    T t(dynamic_shared, HIDDEN / 16);
-    auto address = [&](int tile, int block) { return weights + ((u64)tile * QUERY_BLOCKS + block) * BLOCK4; };
-    launch_dependents();
-    t.fill(address);
-    wait_for_inputs();
-    const Residual residual(t, h);
-    t.run(
-        shared, address,
-        [&](Fixed& x, int block) {
-            float v[16];
-            load16(v, x_in + lane_start(block, t.lane));
-            make_fixed(x, v, t.lane);
-        },
-        [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum); });
+KERNEL(THREADS, 2) delta_output(const char* weights, const float* x, const float* squares, float* h) {
+    output<VALUE_BLOCKS, true>(weights, x, squares, h);
+}
+KERNEL(THREADS, 2) attention_output(const char* weights, const float* x, float* h) {
+    output<QUERY_BLOCKS, false>(weights, x, nullptr, h);
 }
 
 // ---- Norm, router and shared gate [ROUTER_TILES tiles, 8 bits], and gate and up of the shared expert. The first ROUTER_TILES
-// CTAs take a tile of the router each. `activation` gets the shared expert's inner values behind those of the routed ones.
+// CTAs take a tile of the router each. `activation` gets the shared expert's inner values behind those of the routed ones. CTAs beyond
+// the tiles fetch `later` bytes that a later kernel streams into the cache.
 constexpr int EXPERT_BLOCKS = (EXPERT_WIDTH + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
 constexpr int SHARED_BLOCKS = (SHARED_WIDTH + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
 constexpr int EXPERT_STRIDE = EXPERT_BLOCKS * BLOCK_INPUTS;
@@ -322,13 +346,20 @@ constexpr int EXPERT_TILES = EXPERT_WIDTH / 8;
 constexpr int SHARED_TILES = SHARED_WIDTH / 8;
 KERNEL(THREADS, 2)
 route_and_share(const char* router, const char* shared_up, const float* h, const float* norm, float* logits,
-                float* activation) {
-    if (blockIdx.x < ROUTER_TILES) {
+                float* activation, const char* later, u32 later_bytes) {
+    if (blockIdx.x >= ROUTER_TILES + SHARED_TILES) {
+        // Memory is idle until experts are chosen.
+        launch_dependents();
+        wait_for_inputs();
+        const u32 ctas = gridDim.x - ROUTER_TILES - SHARED_TILES, cta = blockIdx.x - ROUTER_TILES - SHARED_TILES;
+        const u32 share = (later_bytes / ctas + 127) / 128 * 128, piece = (share / THREADS + 127) / 128 * 128;
+        const u32 from = cta * share + threadIdx.x * piece, end = min(min(from + piece, (cta + 1) * share), later_bytes);
+        if (from < end) fetch_into_cache(later + from, end - from);
+    } else if (blockIdx.x < ROUTER_TILES) {
         typedef Tiles<HIDDEN_BLOCKS, 8, 1> T;
         __shared__ T::Shared shared;
-        T t(dynamic_shared, ROUTER_TILES);
-        // One tile per CTA: the others belong to the shared expert.
-        t.count = 1;
+        // A tile per CTA.
+        T t(dynamic_shared, ROUTER_TILES, blockIdx.x, ROUTER_TILES);
         auto address = [&](int tile, int block) { return router + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK8; };
         launch_dependents();
         const float* fetched = t.fetch_norm(dynamic_shared, norm);
@@ -344,11 +375,8 @@ route_and_share(const char* router, const char* shared_up, const float* h, const
     } else {
         typedef Tiles<HIDDEN_BLOCKS, 4> T;
         __shared__ T::Shared shared;
-        T t(dynamic_shared, ROUTER_TILES);
-        t.count = 1;
-        auto address = [&](int tile, int block) {
-            return shared_up + ((u64)(tile - ROUTER_TILES) * HIDDEN_BLOCKS + block) * BLOCK4;
-        };
+        T t(dynamic_shared, SHARED_TILES, blockIdx.x - ROUTER_TILES, SHARED_TILES);
+        auto address = [&](int tile, int block) { return shared_up + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK4; };
         launch_dependents();
         const float* fetched = t.fetch_norm(dynamic_shared, norm);
         t.fill(address);
@@ -360,18 +388,45 @@ route_and_share(const char* router, const char* shared_up, const float* h, const
                 sum *= norm_scale(shared.squares);
                 const float up = __shfl_down_sync(FULL, sum, 8);
                 if (lane < 8)
-                    activation[TOP_K * EXPERT_STRIDE + (tile - ROUTER_TILES) * 8 + lane] = silu(sum) * up;
+                    activation[TOP_K * EXPERT_STRIDE + tile * 8 + lane] = silu(sum) * up;
             });
     }
 }
 
-// ---- Gate and up of the chosen experts: their addresses are known only when the router's logits are.
+// ---- Gate and up of the chosen experts: their addresses are known only when the router's logits are. The last SHARED_DOWN_CTAS CTAs
+// meanwhile take the down projection of the shared expert, weighted, to shared_out [HIDDEN]: so few that the next kernel finds room.
+constexpr int SHARED_DOWN_CTAS = 16;
+DEVICE void shared_down_part(const char* weights, const float* logits, const float* activation, float* shared_out, int cta) {
+    typedef Tiles<SHARED_BLOCKS, 4> T;
+    __shared__ T::Shared shared;
+    T t(dynamic_shared, HIDDEN / 16, cta, SHARED_DOWN_CTAS);
+    auto address = [&](int tile, int block) { return weights + ((u64)tile * SHARED_BLOCKS + block) * BLOCK4; };
+    t.fill(address);
+    wait_for_inputs();
+    launch_dependents();
+    const float weight = sigmoid(load_cg(logits + SHARED_GATE));
+    t.run(
+        shared, address,
+        [&](Fixed& x, int block) {
+            float v[16];
+            load16(v, activation + TOP_K * EXPERT_STRIDE + lane_start(block, t.lane));
+            make_fixed(x, v, t.lane);
+            x.scale *= weight;
+            x.sum *= weight;
+        },
+        [&](int tile, int lane, float sum) {
+            if (lane < 16) shared_out[tile * 16 + lane] = sum;
+        });
+}
 KERNEL(THREADS, 2)
-experts_up(const char* weights, const float* logits, const float* h, const float* norm, float* activation) {
+experts_up(const char* weights, const char* shared_down, const float* logits, const float* h, const float* norm,
+           float* activation, float* shared_out) {
+    const int ctas = gridDim.x - SHARED_DOWN_CTAS;
+    if ((int)blockIdx.x >= ctas) return shared_down_part(shared_down, logits, activation, shared_out, blockIdx.x - ctas);
     typedef Tiles<HIDDEN_BLOCKS, 4> T;
     __shared__ T::Shared shared;
     __shared__ u32 ids[TOP_K];
-    T t(dynamic_shared, TOP_K * EXPERT_TILES);
+    T t(dynamic_shared, TOP_K * EXPERT_TILES, blockIdx.x, ctas);
     const float* fetched = t.fetch_norm(dynamic_shared, norm);
     wait_for_inputs();
     // Only now: so the next kernel may use what the kernels before this one wrote before it waits itself.
@@ -397,14 +452,15 @@ experts_up(const char* weights, const float* logits, const float* h, const float
         });
 }
 
-// ---- Down projections of the chosen experts and of the shared one as one linear, weighted, added to h.
-constexpr int DOWN_BLOCKS = TOP_K * EXPERT_BLOCKS + SHARED_BLOCKS;
+// ---- Down projections of the chosen experts as one linear, weighted, added to h together with the shared expert's.
+constexpr int ROUTED_BLOCKS = TOP_K * EXPERT_BLOCKS;
+constexpr int DOWN_BLOCKS = ROUTED_BLOCKS + SHARED_BLOCKS;
 KERNEL(THREADS, 2)
-experts_down(const char* experts, const char* shared_down, const float* logits, const float* activation, float* h) {
-    typedef Tiles<DOWN_BLOCKS, 4> T;
+experts_down(const char* experts, const float* logits, const float* activation, const float* shared_out, float* h) {
+    typedef Tiles<ROUTED_BLOCKS, 4> T;
     __shared__ T::Shared shared;
     __shared__ u32 ids[TOP_K];
-    __shared__ float weights[TOP_K + 1];
+    __shared__ float weights[TOP_K];
     T t(dynamic_shared, HIDDEN / 16);
     launch_dependents();
     // The router's kernel is complete: the one between launched this only after it had waited for it.
@@ -414,19 +470,15 @@ experts_down(const char* experts, const char* shared_down, const float* logits, 
             ids[t.lane] = choice.id;
             weights[t.lane] = choice.weight;
         }
-        if (t.lane == 0) weights[TOP_K] = sigmoid(load_cg(logits + SHARED_GATE));
     }
     __syncthreads();
     auto address = [&](int tile, int block) {
-        if (block < TOP_K * EXPERT_BLOCKS) {
-            const u64 row = (u64)ids[block / EXPERT_BLOCKS] * (HIDDEN / 16) + tile;
-            return experts + (row * EXPERT_BLOCKS + block % EXPERT_BLOCKS) * BLOCK4;
-        }
-        return shared_down + ((u64)tile * SHARED_BLOCKS + (block - TOP_K * EXPERT_BLOCKS)) * BLOCK4;
+        const u64 row = (u64)ids[block / EXPERT_BLOCKS] * (HIDDEN / 16) + tile;
+        return experts + (row * EXPERT_BLOCKS + block % EXPERT_BLOCKS) * BLOCK4;
     };
     t.fill(address);
     wait_for_inputs();
-    const Residual residual(t, h);
+    const Residual residual(t, h), of_shared(t, shared_out);
     t.run(
         shared, address,
         [&](Fixed& x, int block) {
@@ -434,11 +486,11 @@ experts_down(const char* experts, const char* shared_down, const float* logits, 
             // Inner values of one expert after the other, each in whole blocks, like the weights.
             load16(v, activation + lane_start(block, t.lane));
             make_fixed(x, v, t.lane);
-            const float weight = weights[min(block / EXPERT_BLOCKS, TOP_K)];
+            const float weight = weights[block / EXPERT_BLOCKS];
             x.scale *= weight;
             x.sum *= weight;
         },
-        [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum); });
+        [&](int tile, int lane, float sum) { residual.add(h, tile, lane, sum + of_shared.at(shared_out, tile, lane)); });
 }
 
 // ---- Final norm and head; of every CTA also its highest logit below the limit.

@@ -9,6 +9,8 @@ const WARPS: usize = 16;
 const THREADS: usize = 32 * WARPS;
 /// Blocks that a warp has on the way. More let the streams of neighbouring kernels push each other out: two CTAs must fit.
 const SLOTS: usize = 2;
+/// CTAs for the shared expert beside those of the others. With more there is no room for the next kernel to begin early.
+const SHARED_DOWN_CTAS: usize = 16;
 
 /// Dynamic shared memory of these kernels: slots, of which one of an 8-bit block is smaller than two of 4-bit ones, and each
 /// warp's part of a norm's weights.
@@ -54,43 +56,47 @@ impl Kernels {
         pass.launch(self.attention_output, grid, THREADS, arguments![weights, x, h])
     }
 
-    /// Norm of `h`, router and shared gate to `logits`, gate and up of the shared expert to `activation`.
+    /// Norm of `h`, router and shared gate to `logits`, gate and up of the shared expert to `activation`. Meanwhile
+    /// `bytes` bytes at `later`, which are streamed next, go into the cache.
     pub(crate) fn route_and_share(
         &self,
         pass: &Pass<'_>,
         (router, shared_up): (Pointer, Pointer),
         (h, norm): (Pointer, Pointer),
-        logits: Pointer,
-        activation: Pointer,
+        (logits, activation): (Pointer, Pointer),
+        (later, bytes): (Pointer, usize),
     ) -> Result<()> {
-        let grid = (self.sizes.router_tiles + self.sizes.shared_width / 8, 1);
-        pass.launch(self.route_and_share, grid, THREADS, arguments![router, shared_up, h, norm, logits, activation])
+        let (tiled, bytes) = (self.sizes.router_tiles + self.sizes.shared_width / 8, bytes as u32);
+        let grid = (tiled + (pass.device.processors as usize).saturating_sub(tiled).max(1), 1);
+        let arguments = arguments![router, shared_up, h, norm, logits, activation, later, bytes];
+        pass.launch(self.route_and_share, grid, THREADS, arguments)
     }
 
-    /// Gate and up of the experts that `logits` choose, to `activation`.
+    /// Gate and up of the experts that `logits` choose, to `activation`; down projection of the shared one, weighted, to `shared`.
     pub(crate) fn experts_up(
         &self,
         pass: &Pass<'_>,
-        weights: Pointer,
+        (up, shared_down): (Pointer, Pointer),
         logits: Pointer,
         (h, norm): (Pointer, Pointer),
-        activation: Pointer,
+        (activation, shared): (Pointer, Pointer),
     ) -> Result<()> {
-        let grid = grid(pass, self.sizes.top_k * self.sizes.expert_width / 8);
-        pass.launch(self.experts_up, grid, THREADS, arguments![weights, logits, h, norm, activation])
+        let (grid, _) = grid(pass, self.sizes.top_k * self.sizes.expert_width / 8);
+        let arguments = arguments![up, shared_down, logits, h, norm, activation, shared];
+        pass.launch(self.experts_up, (grid + SHARED_DOWN_CTAS, 1), THREADS, arguments)
     }
 
-    /// Down projections of the chosen experts and the shared one, weighted, added to `h`.
+    /// Down projections of the chosen experts, weighted, and `shared`, added to `h`.
     pub(crate) fn experts_down(
         &self,
         pass: &Pass<'_>,
-        (experts, shared): (Pointer, Pointer),
+        experts: Pointer,
         logits: Pointer,
-        activation: Pointer,
+        (activation, shared): (Pointer, Pointer),
         h: Pointer,
     ) -> Result<()> {
         let grid = grid(pass, self.sizes.hidden / TILE_ROWS);
-        pass.launch(self.experts_down, grid, THREADS, arguments![experts, shared, logits, activation, h])
+        pass.launch(self.experts_down, grid, THREADS, arguments![experts, logits, activation, shared, h])
     }
 
     /// CTAs of [`Kernels::head`], each with a best logit: two per processor, which are enough to stream at full speed.

@@ -7,7 +7,10 @@ mod gemv;
 pub(crate) mod moe;
 pub(crate) mod norm;
 mod repack;
+pub(crate) mod rows;
 pub(crate) mod sample;
+#[cfg(test)]
+mod tests;
 
 use std::ffi::c_void;
 
@@ -28,7 +31,10 @@ pub(crate) const SOURCES: &[(&str, &str)] = &[
     ("attention.cu", include_str!("attention.cu")),
     ("norm.cu", include_str!("norm.cu")),
     ("gemm.cu", include_str!("gemm.cu")),
+    ("gemm_wide.cu", include_str!("gemm_wide.cu")),
+    ("attention_wide.cu", include_str!("attention_wide.cu")),
     ("moe.cu", include_str!("moe.cu")),
+    ("rows.cu", include_str!("rows.cu")),
     ("sample.cu", include_str!("sample.cu")),
 ];
 
@@ -171,6 +177,8 @@ macro_rules! kernels {
         /// The kernels of a loaded module.
         pub(crate) struct Kernels {
             pub(crate) sizes: Sizes,
+            wide: Option<gemm::Wide>,
+            attend_wide: Option<(Function, u32)>,
             $($name: (Function, u32),)+
             // Last: functions belong to it.
             _module: Module,
@@ -181,7 +189,9 @@ macro_rules! kernels {
             pub(crate) fn load(device: &Device, shape: &Shape, cubin: &[u8]) -> Result<Kernels> {
                 let (module, sizes) = (device.module(cubin)?, Sizes::new(shape));
                 $(let shared = ($shared)(&sizes) as u32; let $name = (module.function(stringify!($name), shared)?, shared);)+
-                Ok(Kernels { sizes, $($name,)+ _module: module })
+                let wide = gemm::Wide::load(&module, device.arch)?;
+                let attend_wide = attention::load_wide(&module, &sizes, device.arch)?;
+                Ok(Kernels { sizes, wide, attend_wide, $($name,)+ _module: module })
             }
         }
     };
@@ -192,6 +202,7 @@ const NONE: fn(&Sizes) -> usize = |_| 0;
 kernels! {
     repack_q4: NONE;
     repack_q8: NONE;
+    plain_read: NONE;
     embed: NONE;
     norm_project: gemv::shared;
     delta_step: NONE;
@@ -223,6 +234,16 @@ kernels! {
     list_pairs: NONE;
     list_tiles: NONE;
     combine_experts: NONE;
+    rows_norm: NONE;
+    rows_fix: NONE;
+    rows_project: rows::shared;
+    rows_delta_output: rows::shared;
+    rows_attention_output: rows::shared;
+    rows_route_and_share: rows::shared;
+    rows_choose: NONE;
+    rows_up: rows::shared_of_experts;
+    rows_down: rows::shared_of_experts;
+    rows_head: rows::shared;
     pick_best: NONE;
     sample_begin: NONE;
     sample_mark: NONE;
@@ -310,7 +331,8 @@ pub(crate) struct Run {
     pub(crate) presence: f32,
     pub(crate) frequency: f32,
     pub(crate) biases: u32,
-    pub(crate) unused: u32,
+    /// Whether the raw logits decide alone.
+    pub(crate) greedy: u32,
     pub(crate) seed: u64,
 }
 

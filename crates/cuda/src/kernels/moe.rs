@@ -2,7 +2,6 @@
 
 use lily_backend::Result;
 
-use super::gemm::expert_tile;
 use super::{Kernels, Pass, arguments};
 use crate::device::Pointer;
 
@@ -29,7 +28,7 @@ pub(crate) struct Routing {
 impl Kernels {
     /// Chooses the experts of `tokens` tokens and lists who meets whom.
     pub(crate) fn route(&self, pass: &Pass<'_>, logits: Pointer, tokens: usize, r: &Routing) -> Result<()> {
-        let tile = expert_tile(tokens, self.sizes.top_k, self.sizes.experts) as i32;
+        let tile = self.expert_tile(tokens) as i32;
         let (grid, tokens) = ((tokens.div_ceil(8), 1), tokens as i32);
         pass.launch(self.route_many, grid, 256, arguments![logits, tokens, r.ids, r.weights])?;
         let arguments = arguments![r.ids, tokens, r.list, r.counts];

@@ -20,8 +20,12 @@ DEVICE void store_fixed(const FixedRows& out, u64 row, int k, float4 v) {
                 w = v.w * inverse + ROUNDER;
     const float sum = sum_lanes<16>((x - ROUNDER) + (y - ROUNDER) + (z - ROUNDER) + (w - ROUNDER));
     const u32 a = __float_as_uint(x), b = __float_as_uint(y), c = __float_as_uint(z), d = __float_as_uint(w);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const u64 at = row * out.width + k;
+#else
     // Within a group the four inputs 16i + 4t .. come at byte 16t + 4i, so that a lane of mma finds its bytes together.
     const u64 at = row * out.width + k / GROUP * GROUP + k / 4 % 4 * 16 + k / 16 % 4 * 4;
+#endif
     *(u32*)(out.high + at) = fixed_bytes<true>(a, b, c, d);
     *(u32*)(out.low + at) = fixed_bytes<false>(a, b, c, d);
     if (k % GROUP == 0) {
@@ -30,12 +34,13 @@ DEVICE void store_fixed(const FixedRows& out, u64 row, int k, float4 v) {
     }
 }
 
-// ---- Tokens to the residual stream. Grid [tokens], 256 threads. `ids`: what to feed, or null for the run's own token.
+// ---- Tokens to the residual stream. Grid [tokens], 256 threads. `ids`: what to feed, or null for each run's own token.
 KERNEL(256, 4) embed(const Run* run, const u32* ids, const u8* codes, const u16* scales, const u16* biases, float* h) {
+    if (!ids) run += blockIdx.x;
     const u32 id = ids ? ids[blockIdx.x] : run->token == FROM_STATE ? *run->sampled : run->token;
     launch_dependents();
     wait_for_inputs();
-    if (threadIdx.x == 0) run->tokens[run->position + blockIdx.x] = id;
+    if (threadIdx.x == 0) run->tokens[run->position + (ids ? blockIdx.x : 0)] = id;
     for (int k = threadIdx.x * 8; k < HIDDEN; k += 256 * 8) {
         const u32 word = *(const u32*)(codes + ((u64)id * HIDDEN + k) / 2);
         const u64 group = ((u64)id * HIDDEN + k) / GROUP;

@@ -16,6 +16,12 @@ pub(crate) struct Source {
 }
 
 impl Kernels {
+    /// Reads `bytes` bytes and does nothing with them; `never` is not written.
+    pub(crate) fn plain_read(&self, pass: &Pass<'_>, from: Pointer, bytes: usize, never: Pointer) -> Result<()> {
+        let (grid, pieces) = (4 * pass.device.processors as usize, (bytes / 16) as u64);
+        pass.launch(self.plain_read, (grid, 1), 512, arguments![from, pieces, never])
+    }
+
     /// `tiles` tiles of a matrix, or of two that share tiles, of which `rows` rows each are there.
     pub(crate) fn repack(
         &self,

@@ -67,10 +67,13 @@ DEVICE void deliver(Run* run, Result* results, u32 id, u32 status) {
     run->slot = (run->slot + 1) % RESULTS;
 }
 
-// ---- Greedy. One CTA.
+// ---- Greedy. A CTA per row of a step; rows that are not greedy are sampled otherwise.
 KERNEL(256, 1) pick_best(Run* run, const Best* bests, int count, Result* results) {
     __shared__ Best warps[8];
+    run += blockIdx.x;
+    bests += blockIdx.x * count;
     wait_for_inputs();
+    if (!run->greedy) return;
     Best own{-INFINITY, 0xffffffffu, 0, 0};
     for (int i = threadIdx.x; i < count; i += 256) {
         const Best other = bests[i];

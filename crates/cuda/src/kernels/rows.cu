@@ -1,0 +1,567 @@
+// Linears of several sessions' tokens, one token each: the rows of a step share the weights, and each has the bits that it has alone.
+//
+// A row's arithmetic is that of gemv.cu, group by group and block by block. What differs is the place of numbers: a kernel of its own
+// rounds inputs to fixed point; in mma columns 2r and 2r + 1 stand high and low bytes of row r of four rows, a quad, and a group's sums
+// are taken on their own. A CTA of 8 warps takes tiles as in gemv.cu; a warp keeps the inputs of its block in registers.
+// Experts: rows that chose one are put together by four; the lists are made on the device.
+// Bytes moved: the weights once, of experts those of every one that some row chose.
+
+constexpr int ROWS = 16;      // most rows
+constexpr int ROW_WARPS = 8;
+constexpr int ROW_THREADS = ROW_WARPS * 32;
+constexpr int ROW_SLOTS4 = 3, ROW_SLOTS8 = 2;   // blocks that a warp has on the way
+constexpr int ROW_SLOT_BYTES = ROW_WARPS * ROW_SLOTS8 * BLOCK8;
+static_assert(ROW_SLOTS4 * BLOCK4 <= ROW_SLOTS8 * BLOCK8, "slots of either kind have the same room");
+// CTAs that have room beside each other.
+#if __CUDA_ARCH__ >= 900
+#define ROW_CTAS 2
+#else
+#define ROW_CTAS 1
+#endif
+constexpr int SHARES = TOP_K + 1;   // what a row adds up: experts, and the shared one
+
+// Up to four rows that meet an expert. A pair is row * SHARES + i for a row's i-th choice.
+struct Meeting {
+    u32 expert, count;
+    u32 pairs[4];
+    u32 unused[2];
+};
+constexpr int MEETINGS = ROWS * TOP_K;
+
+// ---- Rounding to fixed point, a warp per block of a row; the layout is that of store_fixed.
+DEVICE void store_lane(const FixedRows& out, int row, int block, const FixedLane& own, int lane) {
+    u8* plane = lane >> 2 & 1 ? out.low : out.high;
+    const u64 at = (u64)row * out.width + block * BLOCK_INPUTS + (lane >> 3) * GROUP;
+    *(uint4*)(plane + at + (lane & 3) * 16) = make_uint4(own.words[0], own.words[1], own.words[2], own.words[3]);
+    if ((lane & 7) == 0) out.groups[at / GROUP] = make_float2(own.scale, own.sum);
+}
+
+// Sums of `count` parts [HIDDEN] that lie one after the other, at k .. k + 3: even ones, odd ones, and both, as in gemv.cu.
+template <int COUNT> DEVICE float4 add_parts(const float* parts, int k) {
+    float4 sums[2] = {make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0)};
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const float4 p = load_cg((const float4*)(parts + i * HIDDEN + k));
+        float4& sum = sums[i & 1];
+        sum.x += p.x, sum.y += p.y, sum.z += p.z, sum.w += p.w;
+    }
+    return make_float4(sums[0].x + sums[1].x, sums[0].y + sums[1].y, sums[0].z + sums[1].z, sums[0].w + sums[1].w);
+}
+
+// Adds to h what lies in `parts`: NOTHING; MIXED [rows, 2, HIDDEN] by an output projection; EXPERTS [rows, DOWN_BLOCKS, HIDDEN].
+// Then its norm without the scale, whose sums of squares go to `squares` [rows, HIDDEN_BLOCKS]. A CTA has a block: two warps add, one
+// goes on.
+enum Parts { NOTHING, MIXED, EXPERTS_PARTS };
+KERNEL(64, 8) rows_norm(float* h, const float* parts, int kind, const float* norm, FixedRows out, float* squares) {
+    __shared__ float stream[BLOCK_INPUTS];
+    const int lane = threadIdx.x & 31, row = blockIdx.x / HIDDEN_BLOCKS, block = blockIdx.x % HIDDEN_BLOCKS;
+    launch_dependents();
+    float v[16], w[16];
+    if (threadIdx.x < 32) load16(w, norm + lane_start(block, lane));
+    wait_for_inputs();
+    if (threadIdx.x < BLOCK_INPUTS / 4) {
+        const int k = block * BLOCK_INPUTS + threadIdx.x * 4;
+        float4* to = (float4*)(h + row * HIDDEN + k);
+        float4 own = load_cg(to);
+        if (kind != NOTHING) {
+            float4 sum;
+            if (kind == MIXED) {
+                sum = add_parts<2>(parts + row * 2 * HIDDEN, k);
+            } else {
+                const float* of_row = parts + (u64)row * DOWN_BLOCKS * HIDDEN;
+                const float4 routed = add_parts<ROUTED_BLOCKS>(of_row, k);
+                const float4 shared = add_parts<SHARED_BLOCKS>(of_row + ROUTED_BLOCKS * HIDDEN, k);
+                sum = make_float4(routed.x + shared.x, routed.y + shared.y, routed.z + shared.z, routed.w + shared.w);
+            }
+            own.x += sum.x, own.y += sum.y, own.z += sum.z, own.w += sum.w;
+            *to = own;
+        }
+        *(float4*)(stream + threadIdx.x * 4) = own;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float4 q = *(const float4*)(stream + lane_start(0, lane) + 16 * i);
+        v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
+    }
+    const float sum = normed(v, w);
+    store_lane(out, row, block, fix_lane(v, lane), lane);
+    if (lane == 0) squares[row * HIDDEN_BLOCKS + block] = sum;
+}
+
+// Rows of `x` [rows, width of `out`] as they are, or with the scale of the gated norm from `squares` [rows, VALUE_HEADS, 4].
+KERNEL(32, 16) rows_fix(const float* x, const float* squares, FixedRows out) {
+    const int lane = threadIdx.x, blocks = out.width / BLOCK_INPUTS;
+    const int row = blockIdx.x / blocks, block = blockIdx.x % blocks, k = lane_start(block, lane);
+    wait_for_inputs();
+    // Only now, for rows_down: see experts_up.
+    launch_dependents();
+    float v[16];
+    load16(v, x + (u64)row * out.width + k);
+    if (squares) {
+        const float scale = gated_norm_scale(squares + row * VALUE_HEADS * 4, k);
+#pragma unroll
+        for (int i = 0; i < 16; i++) v[i] *= scale;
+    }
+    store_lane(out, row, block, fix_lane(v, lane), lane);
+}
+
+// The scale of a row's norm, from what rows_norm left.
+DEVICE float row_scale(const float* squares, int row) {
+    float own[HIDDEN_BLOCKS];
+#pragma unroll
+    for (int i = 0; i < HIDDEN_BLOCKS; i++) own[i] = load_cg(squares + row * HIDDEN_BLOCKS + i);
+    return norm_scale(own);
+}
+
+// Of all rows, for all threads of a CTA when they have met again.
+DEVICE void row_scales(const float* squares, float* scales, int rows) {
+    if (threadIdx.x < rows) scales[threadIdx.x] = row_scale(squares, threadIdx.x);
+}
+
+// ---- Blocks times rows.
+
+// A lane's inputs of a block: of row g / 2 of each quad high (g even) or low bytes of the four groups.
+template <int QUADS> struct RowInputs {
+    uint4 bytes[QUADS][4];
+
+    // `place(row)`: where the row's block begins, in bytes from the start of a plane; negative: no such row.
+    // Scales and sums go to `scales` [4 QUADS, 4], in shared memory.
+    template <class Place> DEVICE void load(const FixedRows& x, Place place, float2* scales, int lane) {
+        const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int q = 0; q < QUADS; q++) {
+            const int at = place(4 * q + (g >> 1));
+            const u8* from = (g & 1 ? x.low : x.high) + max(at, 0) + t * 16;
+#pragma unroll
+            for (int j = 0; j < 4; j++) bytes[q][j] = at >= 0 ? __ldcg((const uint4*)(from + j * GROUP)) : make_uint4(0, 0, 0, 0);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = lane; i < 16 * QUADS; i += 32) {
+            const int at = place(i / 4);
+            scales[i] = at >= 0 ? __ldcg(x.groups + at / GROUP + i % 4) : make_float2(0, 0);
+        }
+        __syncwarp();
+    }
+};
+
+// `take(q, y0, y1)` gets outputs g and g + 8 of row t of quad q.
+template <int BITS, int QUADS, class Take>
+DEVICE void block_times_rows(const char* block, const RowInputs<QUADS>& x, const float2* scales, int lane, Take take) {
+    const int g = lane >> 2, t = lane & 3;
+    // Sums of groups 0 and 2, and of 1 and 3.
+    float sums[QUADS][2][2];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        u32 w[8];
+        if (BITS == 4) {
+            const uint4 q = *(const uint4*)(block + j * 512 + lane * 16);
+            w[0] = q.x & NIBBLES, w[1] = q.y & NIBBLES, w[2] = q.x >> 4 & NIBBLES, w[3] = q.y >> 4 & NIBBLES;
+            w[4] = q.z & NIBBLES, w[5] = q.w & NIBBLES, w[6] = q.z >> 4 & NIBBLES, w[7] = q.w >> 4 & NIBBLES;
+        } else {
+            const uint4 a = *(const uint4*)(block + j * 1024 + lane * 16), b = *(const uint4*)(block + j * 1024 + 512 + lane * 16);
+            w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+        }
+        const uint2 s = *(const uint2*)(block + (BITS == 4 ? 2048 : 4096) + (4 * g + j) * 8);
+#pragma unroll
+        for (int q = 0; q < QUADS; q++) {
+            int c[4] = {0, 0, 0, 0};
+            mma_u8_s8(c, w[0], w[1], w[2], w[3], x.bytes[q][j].x, x.bytes[q][j].y);
+            mma_u8_s8(c, w[4], w[5], w[6], w[7], x.bytes[q][j].z, x.bytes[q][j].w);
+            const float2 own = scales[(4 * q + t) * 4 + j];
+            const float y0 = group_term(s.x, own.x, own.y, c[0], c[1]), y1 = group_term(s.y, own.x, own.y, c[2], c[3]);
+            sums[q][j & 1][0] = j < 2 ? y0 : sums[q][j & 1][0] + y0;
+            sums[q][j & 1][1] = j < 2 ? y1 : sums[q][j & 1][1] + y1;
+        }
+    }
+#pragma unroll
+    for (int q = 0; q < QUADS; q++) take(q, sums[q][0][0] + sums[q][1][0], sums[q][0][1] + sums[q][1][1]);
+}
+
+// The stream of a warp's blocks through shared memory: those with numbers warp, warp + 8, ... below `count`.
+template <int BYTES, int DEPTH> struct BlockStream {
+    char* slots;
+    int slot;
+
+    DEVICE BlockStream(char* shared) {
+        slots = shared + (threadIdx.x >> 5) * DEPTH * BYTES;
+        slot = 0;
+    }
+    template <class Address> DEVICE void fetch(int at, int to_slot, int count, Address address) {
+        if (at < count) {
+            const int lane = threadIdx.x & 31;
+            const char* from = address(at);
+            char* to = slots + to_slot * BYTES;
+#pragma unroll
+            for (int i = 0; i < BYTES / 512; i++) copy16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+            if (lane < 16) copy16(to + BYTES / 512 * 512 + lane * 16, from + BYTES / 512 * 512 + lane * 16);
+        }
+        copy_commit();
+    }
+    template <class Address> DEVICE void fill(int count, Address address) {
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) fetch((threadIdx.x >> 5) + i * ROW_WARPS, i, count, address);
+    }
+    DEVICE const char* wait() {
+        copy_wait<DEPTH - 1>();
+        __syncwarp();
+        return slots + slot * BYTES;
+    }
+    // Block `at` is used up.
+    template <class Address> DEVICE void next(int at, int count, Address address) {
+        __syncwarp();
+        fetch(at + DEPTH * ROW_WARPS, slot, count, address);
+        if (++slot == DEPTH) slot = 0;
+    }
+};
+
+// The row whose outputs a thread finishes.
+template <int QUADS> DEVICE int row_of_thread() { return (threadIdx.x >> 4) % (4 * QUADS); }
+
+// The tiles of a CTA, `count` of them, of BLOCKS blocks each; a tile's outputs are added up over the blocks in CHAINS chains: with two
+// in the order of gemv.cu, even blocks, odd ones, and both.
+template <int BLOCKS, int BITS, int QUADS, int CHAINS = 2> struct RowTiles {
+    static constexpr int BYTES = BITS == 4 ? BLOCK4 : BLOCK8, DEPTH = BITS == 4 ? ROW_SLOTS4 : ROW_SLOTS8;
+    // Tiles whose sums stand beside each other in shared memory: of all rows about three blocks per warp.
+    static constexpr int CHUNK_BLOCKS = 3 * ROW_WARPS * (ROWS / 4) / QUADS;
+    static constexpr int CHUNK = BLOCKS >= CHUNK_BLOCKS ? 1 : CHUNK_BLOCKS / BLOCKS;
+    struct Shared {
+        float sums[CHUNK * BLOCKS][4 * QUADS][BLOCK_ROWS];
+        float2 scales[ROW_WARPS][16 * QUADS];
+    };
+    BlockStream<BYTES, DEPTH> stream;
+
+    DEVICE RowTiles(char* dynamic) : stream(dynamic) {}
+
+    // `address(index, block)`, `key(index)`: which rows a tile meets, `place(index, row, block)`, `finish(index, row, output, sum)`.
+    template <class Address> DEVICE void fill(int count, Address address) {
+        stream.fill(count * BLOCKS, [&](int at) { return address(at / BLOCKS, at % BLOCKS); });
+    }
+    template <class Address, class Key, class Place, class Finish>
+    DEVICE void run(Shared& shared, int count, const FixedRows& x, Address address, Key key, Place place, Finish finish) {
+        auto flat = [&](int at) { return address(at / BLOCKS, at % BLOCKS); };
+        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+        RowInputs<QUADS> inputs;
+        int current = -1, at = warp;
+        for (int first = 0; first < count; first += CHUNK) {
+            const int tiles = min(CHUNK, count - first), end = (first + tiles) * BLOCKS;
+            for (; at < end; at += ROW_WARPS) {
+                const int index = at / BLOCKS, block = at % BLOCKS, wanted = key(index) * BLOCKS + block;
+                if (wanted != current) {
+                    inputs.load(x, [&](int row) { return place(index, row, block); }, shared.scales[warp], lane);
+                    current = wanted;
+                }
+                const char* weights = stream.wait();
+                float(*sums)[BLOCK_ROWS] = shared.sums[at - first * BLOCKS];
+                block_times_rows<BITS>(weights, inputs, shared.scales[warp], lane, [&](int q, float y0, float y1) {
+                    sums[4 * q + (lane & 3)][lane >> 2] = y0;
+                    sums[4 * q + (lane & 3)][(lane >> 2) + 8] = y1;
+                });
+                stream.next(at, count * BLOCKS, flat);
+            }
+            __syncthreads();
+            // Whole warps have a tile, for shuffles.
+            const int output = threadIdx.x & 15, row = row_of_thread<QUADS>();
+            for (int i = threadIdx.x / (64 * QUADS); i < tiles; i += ROW_THREADS / (64 * QUADS)) {
+                float chains[2] = {0.0f, 0.0f};
+#pragma unroll
+                for (int block = 0; block < BLOCKS; block++)
+                    chains[block % CHAINS] += shared.sums[i * BLOCKS + block][row][output];
+                finish(first + i, row, output, CHAINS == 2 ? chains[0] + chains[1] : chains[0]);
+            }
+            if (first + CHUNK < count) __syncthreads();
+        }
+    }
+};
+
+DEVICE int tiles_of_cta(int tiles) { return tiles > (int)blockIdx.x ? (tiles - blockIdx.x - 1) / gridDim.x + 1 : 0; }
+DEVICE int tile_of_cta(int index) { return blockIdx.x + index * gridDim.x; }
+
+// A linear whose tiles all meet all rows: `tiles` of them from `first` on, as many apart as there are CTAs. `weights_of(tile, block)`,
+// `place_of(block)`: where inputs of a block begin in a row; `finish(row)` makes what takes (tile, output, sum) of a row.
+template <int BLOCKS, int BITS, int CHAINS, int QUADS, class Weights, class Place, class Finish>
+DEVICE void quads_linear(int first, int apart, int tiles, const FixedRows& x, int rows, Weights weights_of, Place place_of, Finish finish) {
+    typedef RowTiles<BLOCKS, BITS, QUADS, CHAINS> T;
+    // Behind the slots.
+    typename T::Shared& shared = *(typename T::Shared*)(dynamic_shared + ROW_SLOT_BYTES);
+    T t(dynamic_shared);
+    auto address = [&](int index, int block) { return weights_of(first + index * apart, block); };
+    launch_dependents();
+    t.fill(tiles, address);
+    wait_for_inputs();
+    auto take = finish(min(row_of_thread<QUADS>(), rows - 1));
+    t.run(
+        shared, tiles, x, address, [](int) { return 0; },
+        [&](int, int row, int block) { return row < rows ? row * x.width + place_of(block) : -1; },
+        [&](int index, int row, int output, float sum) { take(first + index * apart, row, output, sum, row < rows); });
+}
+template <int BLOCKS, int BITS, int CHAINS, class Weights, class Place, class Finish>
+DEVICE void rows_linear(int first, int apart, int tiles, const FixedRows& x, int rows, Weights weights, Place place, Finish finish) {
+    if (rows <= 4) quads_linear<BLOCKS, BITS, CHAINS, 1>(first, apart, tiles, x, rows, weights, place, finish);
+    else if (rows <= 8) quads_linear<BLOCKS, BITS, CHAINS, 2>(first, apart, tiles, x, rows, weights, place, finish);
+    else quads_linear<BLOCKS, BITS, CHAINS, 4>(first, apart, tiles, x, rows, weights, place, finish);
+}
+// Of a matrix whose tiles lie one after the other, for inputs that do as well. CTAs take every `gridDim.x`-th tile.
+template <int BLOCKS, int BITS, class Finish>
+DEVICE void rows_linear(const char* weights, int first, int tiles, const FixedRows& x, int rows, Finish finish) {
+    rows_linear<BLOCKS, BITS, 2>(
+        first, gridDim.x, tiles, x, rows,
+        [=](int tile, int block) { return weights + ((u64)tile * BLOCKS + block) * (BITS == 4 ? BLOCK4 : BLOCK8); },
+        [](int block) { return block * BLOCK_INPUTS; }, finish);
+}
+
+// Norm and the projections of a mixer, to out [rows, stride].
+KERNEL(ROW_THREADS, 1)
+rows_project(const char* weights, int tiles, FixedRows x, int rows, const float* squares, float* out) {
+    __shared__ float scales[ROWS];
+    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(tiles), x, rows, [&](int) {
+        row_scales(squares, scales, rows);
+        return [&](int tile, int row, int output, float sum, bool there) {
+            if (there) out[(row * tiles + tile) * 16 + output] = sum * scales[row];
+        };
+    });
+}
+
+// Output projections, to parts [rows, 2, HIDDEN]: a CTA has a tile's even or its odd blocks.
+template <int BLOCKS> DEVICE void rows_output(const char* weights, const FixedRows& x, int rows, float* parts) {
+    constexpr int HALF = (BLOCKS + 1) / 2;
+    const int odd = blockIdx.x & 1;
+    // Of an odd number of blocks the last odd one is not there: it repeats a block and has no inputs.
+    rows_linear<HALF, 4, 1>(
+        blockIdx.x >> 1, 1, 1, x, rows,
+        [=](int tile, int block) { return weights + ((u64)tile * BLOCKS + min(2 * block + odd, BLOCKS - 1)) * BLOCK4; },
+        [=](int block) { return 2 * block + odd < BLOCKS ? (2 * block + odd) * BLOCK_INPUTS : -(1 << 30); },
+        [&](int) {
+            return [=](int tile, int row, int output, float sum, bool there) {
+                if (there) parts[(row * 2 + odd) * HIDDEN + tile * 16 + output] = sum;
+            };
+        });
+}
+KERNEL(ROW_THREADS, ROW_CTAS) rows_delta_output(const char* weights, FixedRows x, int rows, float* parts) {
+    rows_output<VALUE_BLOCKS>(weights, x, rows, parts);
+}
+KERNEL(ROW_THREADS, ROW_CTAS) rows_attention_output(const char* weights, FixedRows x, int rows, float* parts) {
+    rows_output<QUERY_BLOCKS>(weights, x, rows, parts);
+}
+
+// Norm, router and shared gate to logits [rows, ROUTER_ROWS], gate and up of the shared expert to activation
+// [rows, DOWN_BLOCKS * 256]. A CTA per tile.
+KERNEL(ROW_THREADS, ROW_CTAS)
+rows_route_and_share(const char* router, const char* shared_up, FixedRows x, int rows, const float* squares, float* logits,
+                     float* activation) {
+    if (blockIdx.x < ROUTER_TILES) {
+        rows_linear<HIDDEN_BLOCKS, 8>(router, blockIdx.x, 1, x, rows, [&](int own) {
+            const float scale = row_scale(squares, own);
+            return [=](int tile, int row, int output, float sum, bool there) {
+                if (there) logits[row * ROUTER_ROWS + tile * 16 + output] = sum * scale;
+            };
+        });
+    } else {
+        rows_linear<HIDDEN_BLOCKS, 4>(shared_up, blockIdx.x - ROUTER_TILES, 1, x, rows, [&](int own) {
+            const float scale = row_scale(squares, own);
+            return [=](int tile, int row, int output, float sum, bool there) {
+                sum *= scale;
+                const float up = __shfl_down_sync(FULL, sum, 8);
+                if (there && output < 8)
+                    activation[(u64)row * DOWN_BLOCKS * BLOCK_INPUTS + TOP_K * EXPERT_STRIDE + tile * 8 + output] = silu(sum) * up;
+            };
+        });
+    }
+}
+
+// The choice of every row, and who meets whom: experts rising, the rows of each in order, by four. One CTA, a warp per row.
+KERNEL(ROWS * 32, 1) rows_choose(const float* logits, int rows, Meeting* meetings, u32* count, float* weights) {
+    __shared__ u32 masks[EXPERTS], starts[EXPERTS];
+    const int row = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    for (int i = threadIdx.x; i < EXPERTS; i += ROWS * 32) masks[i] = 0;
+    __syncthreads();
+    wait_for_inputs();
+    launch_dependents();
+    Choice choice{0, 0.0f};
+    if (row < rows) {
+        choice = choose_experts(logits + row * ROUTER_ROWS, lane);
+        if (lane < TOP_K) {
+            atomicOr(&masks[choice.id], 1u << row);
+            weights[row * SHARES + lane] = choice.weight;
+        }
+        if (lane == 0) weights[row * SHARES + TOP_K] = sigmoid(load_cg(logits + row * ROUTER_ROWS + SHARED_GATE));
+    }
+    __syncthreads();
+    if (row == 0) {
+        u32 before = 0;
+        for (int first = 0; first < EXPERTS; first += 32) {
+            const u32 own = first + lane < EXPERTS ? (__popc(masks[first + lane]) + 3) / 4 : 0;
+            u32 sum = own;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const u32 other = __shfl_up_sync(FULL, sum, d);
+                if (lane >= d) sum += other;
+            }
+            if (first + lane < EXPERTS) starts[first + lane] = before + sum - own;
+            before += __shfl_sync(FULL, sum, 31);
+        }
+        if (lane == 0) *count = before;
+    }
+    __syncthreads();
+    if (row < rows && lane < TOP_K) {
+        const u32 mask = masks[choice.id], rank = __popc(mask & ((1u << row) - 1));
+        Meeting& meeting = meetings[starts[choice.id] + rank / 4];
+        meeting.pairs[rank % 4] = row * SHARES + lane;
+        if (rank % 4 == 0) meeting.expert = choice.id, meeting.count = min(4, (int)(__popc(mask) - rank));
+    }
+}
+
+// The meetings in shared memory, for all threads of a CTA.
+DEVICE int load_meetings(Meeting* to, const Meeting* from, const u32* count) {
+    const int meetings = __ldcg(count);
+    for (int i = threadIdx.x; i < 2 * meetings; i += ROW_THREADS) ((uint4*)to)[i] = __ldcg((const uint4*)from + i);
+    __syncthreads();
+    return meetings;
+}
+// The first of a CTA's share of `total` things in a row, and of the next one's.
+DEVICE int2 share_of_cta(int total) {
+    return make_int2((u64)total * blockIdx.x / gridDim.x, (u64)total * (blockIdx.x + 1) / gridDim.x);
+}
+
+// Gate and up of the chosen experts: x [rows, HIDDEN] to activation.
+KERNEL(ROW_THREADS, ROW_CTAS)
+rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRows x, const float* squares, float* activation) {
+    typedef RowTiles<HIDDEN_BLOCKS, 4, 1> T;
+    __shared__ T::Shared shared;
+    __shared__ Meeting meetings[MEETINGS];
+    __shared__ float scales[ROWS];
+    T t(dynamic_shared);
+    wait_for_inputs();
+    launch_dependents();
+    // Of rows that are not there as well: nothing asks for them.
+    row_scales(squares, scales, ROWS);
+    const int2 tiles = share_of_cta(load_meetings(meetings, list, list_count) * EXPERT_TILES);
+    auto address = [&](int index, int block) {
+        const int tile = tiles.x + index;
+        const u64 row = (u64)meetings[tile / EXPERT_TILES].expert * EXPERT_TILES + tile % EXPERT_TILES;
+        return weights + (row * HIDDEN_BLOCKS + block) * BLOCK4;
+    };
+    t.fill(tiles.y - tiles.x, address);
+    t.run(
+        shared, tiles.y - tiles.x, x, address, [&](int index) { return (tiles.x + index) / EXPERT_TILES; },
+        [&](int index, int row, int block) {
+            const Meeting& m = meetings[(tiles.x + index) / EXPERT_TILES];
+            return row < m.count ? (int)(m.pairs[row] / SHARES) * x.width + block * BLOCK_INPUTS : -1;
+        },
+        [&](int index, int row, int output, float sum) {
+            const int tile = tiles.x + index;
+            const Meeting& m = meetings[tile / EXPERT_TILES];
+            const bool there = row < m.count;
+            const u32 pair = there ? m.pairs[row] : 0;
+            sum *= scales[pair / SHARES];
+            const float up = __shfl_down_sync(FULL, sum, 8);
+            if (there && output < 8)
+                activation[(u64)(pair / SHARES) * DOWN_BLOCKS * BLOCK_INPUTS + pair % SHARES * EXPERT_STRIDE +
+                           tile % EXPERT_TILES * 8 + output] = silu(sum) * up;
+        });
+}
+
+// Down projections of the chosen experts and of the shared one, weighted, block by block to parts [rows, DOWN_BLOCKS, HIDDEN].
+// x [rows, DOWN_BLOCKS * 256].
+KERNEL(ROW_THREADS, ROW_CTAS)
+rows_down(const char* experts, const char* shared_down, const Meeting* list, const u32* list_count, const float* weights,
+          FixedRows x, int rows, float* parts) {
+    constexpr int TILES = HIDDEN / 16, ROUTED = TILES * EXPERT_BLOCKS, SHARED = TILES * SHARED_BLOCKS;
+    __shared__ Meeting meetings[MEETINGS];
+    __shared__ float2 scales[ROW_WARPS][16];
+    BlockStream<BLOCK4, ROW_SLOTS4> stream(dynamic_shared);
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    launch_dependents();
+    // The kernels that made them are complete: the one between launched this only after it had waited.
+    const int count = load_meetings(meetings, list, list_count);
+    const int2 share = share_of_cta(count * ROUTED + (rows + 3) / 4 * SHARED);
+    auto address = [&](int at) {
+        at += share.x;
+        if (at < count * ROUTED)
+            return experts + ((u64)meetings[at / ROUTED].expert * ROUTED + at % ROUTED) * BLOCK4;
+        return shared_down + (u64)((at - count * ROUTED) % SHARED) * BLOCK4;
+    };
+    stream.fill(share.y - share.x, address);
+    wait_for_inputs();
+    RowInputs<1> inputs;
+    int current = -1;
+    for (int i = warp; i < share.y - share.x; i += ROW_WARPS) {
+        const int at = share.x + i;
+        const bool routed = at < count * ROUTED;
+        const int rest = at - count * ROUTED, meeting = routed ? at / ROUTED : count + rest / SHARED;
+        const int inside = routed ? at % ROUTED : rest % SHARED, blocks = routed ? EXPERT_BLOCKS : SHARED_BLOCKS;
+        const int tile = inside / blocks, block = inside % blocks;
+        auto pair_of = [&](int row) {   // negative: none
+            if (routed) return row < meetings[meeting].count ? (int)meetings[meeting].pairs[row] : -1;
+            const int own = rest / SHARED * 4 + row;
+            return own < rows ? own * SHARES + TOP_K : -1;
+        };
+        // Blocks of a row, of all its shares.
+        auto block_of = [&](int pair) { return pair / SHARES * DOWN_BLOCKS + pair % SHARES * EXPERT_BLOCKS + block; };
+        constexpr int MOST_BLOCKS = EXPERT_BLOCKS > SHARED_BLOCKS ? EXPERT_BLOCKS : SHARED_BLOCKS;
+        if (meeting * MOST_BLOCKS + block != current) {
+            current = meeting * MOST_BLOCKS + block;
+            inputs.load(
+                x, [&](int row) { return pair_of(row) < 0 ? -1 : block_of(pair_of(row)) * BLOCK_INPUTS; }, scales[warp], lane);
+            if (lane < 16 && pair_of(lane / 4) >= 0) {
+                const float weight = load_cg(weights + pair_of(lane / 4));
+                scales[warp][lane].x *= weight;
+                scales[warp][lane].y *= weight;
+            }
+            __syncwarp();
+        }
+        const char* from = stream.wait();
+        block_times_rows<4>(from, inputs, scales[warp], lane, [&](int, float y0, float y1) {
+            const int pair = pair_of(lane & 3);
+            if (pair < 0) return;
+            float* to = parts + (u64)block_of(pair) * HIDDEN + tile * 16 + (lane >> 2);
+            to[0] = y0;
+            to[8] = y1;
+        });
+        stream.next(i, share.y - share.x, address);
+    }
+}
+
+// Final norm and head: logits [rows, VOCAB], and of every CTA each row's best, best [rows, CTAs].
+KERNEL(ROW_THREADS, ROW_CTAS)
+rows_head(const char* weights, const Run* runs, FixedRows x, int rows, const float* squares, float* logits, Best* best) {
+    constexpr float LOWEST = -3.402823466e+38f;
+    __shared__ u32 bad[ROWS];
+    __shared__ float scales[ROWS];
+    if (threadIdx.x < ROWS) bad[threadIdx.x] = 0;
+    // Of every thread, in shared memory because registers are what rows need most.
+    __shared__ float highest[ROW_THREADS];
+    __shared__ u32 highest_id[ROW_THREADS];
+    highest[threadIdx.x] = LOWEST, highest_id[threadIdx.x] = 0xffffffffu;
+    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(VOCAB_TILES), x, rows, [&](int) {
+        row_scales(squares, scales, rows);
+        return [&](int tile, int row, int output, float sum, bool there) {
+            const u32 id = tile * 16 + output;
+            if (!there || id >= VOCAB) return;
+            sum *= scales[row];
+            logits[(u64)row * VOCAB + id] = sum;
+            if (!(fabsf(sum) <= -LOWEST)) atomicOr(&bad[row], 1u);
+            // Ids of a thread rise: the first of equal ones stays.
+            if (id < runs[row].vocab_limit && sum > highest[threadIdx.x]) highest[threadIdx.x] = sum, highest_id[threadIdx.x] = id;
+        };
+    });
+    Best own{highest[threadIdx.x], highest_id[threadIdx.x], 0, 0};
+#pragma unroll
+    for (int d = 8; d > 0; d /= 2) {
+        const Best other{__shfl_xor_sync(FULL, own.logit, d), __shfl_xor_sync(FULL, own.id, d), 0, 0};
+        if (above(other, own)) own.logit = other.logit, own.id = other.id;
+    }
+    // Sixteen threads finish the outputs of a row; of few rows several times sixteen.
+    __shared__ Best halves[ROW_THREADS / 16];
+    if ((threadIdx.x & 15) == 0) halves[threadIdx.x >> 4] = own;
+    __syncthreads();
+    const int row = threadIdx.x, distance = rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
+    if (row >= rows) return;
+    own = halves[row];
+    for (int i = row + distance; i < ROW_THREADS / 16; i += distance)
+        if (above(halves[i], own)) own = halves[i];
+    own.bad = bad[row];
+    best[row * gridDim.x + blockIdx.x] = own;
+}
