@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use lily_engine::{
-    CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, Prompt, Reply, ReplyEvent, ReplyParser, Sampling,
-    Session, TextModel,
+    CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, Prompt, Reply, ReplyEvent, ReplyParser,
+    Sampling, Session, TextModel,
 };
 use serde_json::{Value, json};
 

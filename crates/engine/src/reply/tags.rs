@@ -73,7 +73,7 @@ impl<'a> Ahead<'a> {
 
     /// Whether the output ends here, or within `tag`.
     fn cut(self, tag: &str) -> Match<()> {
-        if self.over && tag.starts_with(self.text) { Ok(()) } else { Err(Miss::Never) }
+        if self.over && tag.starts_with(self.text) && tag != self.text { Ok(()) } else { Err(Miss::Never) }
     }
 
     /// The name that `open` and `>` enclose, which is part of one line, and what is behind.
