@@ -32,6 +32,11 @@ pub fn open(directory: Option<&Path>) -> anyhow::Result<Checkpoint> {
         return Ok(Checkpoint::open(directory)?);
     }
     eprintln!("lily: this is the small demo model; `lily pull` brings the real one (20.4 GB)");
+    demo()
+}
+
+/// The demo checkpoint inside the binary.
+pub fn demo() -> anyhow::Result<Checkpoint> {
     Ok(Checkpoint::load(Source::Embedded(DEMO))?)
 }
 
@@ -43,7 +48,7 @@ mod tests {
 
     #[test]
     fn the_embedded_checkpoint_has_the_shape_that_kernels_are_specialised_for() {
-        let checkpoint = Checkpoint::load(Source::Embedded(DEMO)).unwrap();
+        let checkpoint = demo().unwrap();
         assert_eq!(checkpoint.config.shape, Shape::DEMO);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use lily_backend::{Backend, Input, Row, RowOutput, StageOutput, Step, Want};
 use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
 use lily_cuda::CudaBackend;
-use lily_model::{Checkpoint, Source};
+use lily_model::{Checkpoint, Shape, Source};
 use lily_reference::{Logits, Reference};
 
 use crate::args::{BackendName, DeviceArgs, KvType, ModelArgs};
@@ -47,10 +47,7 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
         }
         BackendName::Metal => {
             let options = lily_metal::LoadOptions {
-                kv: match args.device.kv {
-                    KvType::F32 => lily_metal::KvDtype::F32,
-                    KvType::Bf16 => lily_metal::KvDtype::Bf16,
-                },
+                kv: metal_kv(args.device.kv),
                 max_context: Some(context(args, &checkpoint)?),
                 ..lily_metal::LoadOptions::default()
             };
@@ -133,6 +130,36 @@ pub fn probe(args: &ModelArgs, checkpoint: &Arc<Checkpoint>) -> Vec<String> {
     vec![describe(args.on(BackendName::Cpu)), describe(args.on(BackendName::Cuda))]
 }
 
+/// The devices that a build for this machine can have, the slowest first.
+pub const ALL: [BackendName; 3] = [BackendName::Cpu, BackendName::Cuda, BackendName::Metal];
+
+/// How far the logits of a device may be from those of the reference, relative to the largest, and why.
+pub fn budget(backend: BackendName, kv: KvType) -> (f32, &'static str) {
+    match (backend, kv) {
+        (_, KvType::Bf16) => (2e-2, "keys and values are rounded to BF16"),
+        (BackendName::Metal, KvType::F32) => (2e-3, "f32 in another order, functions of the device"),
+        (_, KvType::F32) => (4e-3, "inputs of linears are rounded to 16 bits"),
+    }
+}
+
+/// What becomes of every kernel that a device compiles for a shape, as far as it says: name, and why it failed if it did.
+pub fn kernels(backend: BackendName, shape: &Shape, kv: KvType) -> anyhow::Result<Vec<(String, Option<String>)>> {
+    match backend {
+        BackendName::Metal => {
+            let reports = lily_metal::survey(shape, metal_kv(kv))?;
+            Ok(reports.into_iter().map(|report| (report.name, report.error)).collect())
+        }
+        _ => Ok(Vec::new()),
+    }
+}
+
+fn metal_kv(kv: KvType) -> lily_metal::KvDtype {
+    match kv {
+        KvType::F32 => lily_metal::KvDtype::F32,
+        KvType::Bf16 => lily_metal::KvDtype::Bf16,
+    }
+}
+
 /// Threads of this machine that the chosen device works with.
 pub fn threads(args: &DeviceArgs) -> usize {
     args.threads.unwrap_or_else(lily_cpu::default_threads)
@@ -172,6 +199,19 @@ fn context(args: &ModelArgs, checkpoint: &Checkpoint) -> anyhow::Result<usize> {
         );
     }
     Ok(chosen)
+}
+
+/// The machine in words: processor, cores, memory, version of the system.
+pub fn system() -> String {
+    let system = sysinfo::System::new_with_specifics(
+        sysinfo::RefreshKind::nothing()
+            .with_cpu(sysinfo::CpuRefreshKind::nothing())
+            .with_memory(sysinfo::MemoryRefreshKind::everything()),
+    );
+    let processor = system.cpus().first().map_or("unknown processor", |cpu| cpu.brand()).trim().to_owned();
+    let version = sysinfo::System::long_os_version().unwrap_or_else(|| "unknown system".into());
+    let memory = usize::try_from(system.total_memory()).unwrap_or(usize::MAX);
+    format!("{version}, {processor}, {} cores, {}", system.cpus().len(), bytes(memory))
 }
 
 /// Memory that this process could take without pushing others out, in bytes. Cached files count as free, also those of

@@ -11,6 +11,7 @@ mod logits;
 mod output;
 mod pull;
 mod run;
+mod selftest;
 mod talk;
 
 use std::process::ExitCode;
@@ -41,6 +42,8 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     /// Write the logits of given token ids to a safetensors file.
     Logits(logits::LogitsArgs),
+    /// Check that the devices of this machine compute what they should; prints a report to send.
+    Selftest(selftest::SelftestArgs),
     /// Download the model (20.4 GB), or continue a download.
     Pull(pull::PullArgs),
     /// Print a completion script for a shell.
@@ -64,6 +67,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::inspect(args),
         Command::Bench(args) => bench::bench(&args),
         Command::Logits(args) => logits::logits(args),
+        Command::Selftest(args) => selftest::selftest(&args),
         Command::Pull(args) => pull::pull(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "lily", &mut std::io::stdout());

@@ -292,3 +292,18 @@ fn completions_are_written_for_each_shell() {
         assert!(output.status.success() && stdout(&output).contains("lily"), "{shell}");
     }
 }
+
+#[test]
+fn a_selftest_reports_cases_and_laws_and_why_a_device_is_not_there() {
+    let output = run(&["selftest", "--backend", "cpu", "--threads", "2"]);
+    let report = stdout(&output);
+    assert!(output.status.success(), "{report}");
+    assert!(report.lines().last().unwrap().ends_with("checks, 0 failed"), "{report}");
+    for line in
+        ["device   cpu (", "case     ok      full-size layers", "law      ok      prefill equals repeated decode"]
+    {
+        assert!(report.contains(line), "no {line:?} in {report}");
+    }
+    #[cfg(not(target_os = "macos"))]
+    refuses(&run(&["selftest", "--backend", "metal"]), 4, &["metal", "needs a Mac"]);
+}

@@ -266,6 +266,12 @@ impl Emulator {
         Ok(self.memory.bytes_mut(block))
     }
 
+    /// All bytes of a buffer, to be written.
+    pub fn contents(&mut self, buffer: BufferId) -> Result<&mut [u8]> {
+        let bytes = self.buffers.get(&buffer.0).map_or(0, |block| block.bytes);
+        self.write(Slice { buffer, offset: 0, bytes })
+    }
+
     /// Copies `from` to the beginning of `to`, by the host.
     pub fn copy(&mut self, from: Slice, to: Slice) -> Result<()> {
         let (from, to) = (self.block(from)?, self.block(to)?);

@@ -290,6 +290,8 @@ impl<'a> Pass<'a> {
         let kind = of(at + 1, name_at - 1);
         let cpp = format!("static {declared}; msl::threadgroup_variable(&{name}, sizeof {name});");
         // OpenCL has such variables in kernels only; a reference from nowhere has the same type.
+        // Behind the name of a vector a bracket would begin the macro that makes one.
+        let kind = format!("metal::msl_same<{kind}>::type");
         let address_spaces = format!("threadgroup {kind} (&{name}){bounds} = *(threadgroup {kind} (*){bounds})0;");
         self.replace(at, end, cpp, address_spaces);
     }
@@ -437,7 +439,11 @@ mod tests {
         assert_eq!(unit.kernels, [Kernel { name: "f".into(), parameters }]);
         assert!(unit.cpp.contains("static float s[4][N]; msl::threadgroup_variable(&s, sizeof s);"), "{}", unit.cpp);
         assert!(unit.cpp.contains("const uint32_t msl_limit_f = 128;"), "{}", unit.cpp);
-        assert!(unit.address_spaces.contains("threadgroup float (&s)[4][N]"), "{}", unit.address_spaces);
+        assert!(
+            unit.address_spaces.contains("threadgroup metal::msl_same<float>::type (&s)[4][N]"),
+            "{}",
+            unit.address_spaces
+        );
     }
 
     #[test]

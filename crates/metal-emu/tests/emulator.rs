@@ -133,6 +133,22 @@ fn lanes_that_part_are_faults() {
     assert_each_has(&faults("different_barriers", &[], 1, 64), "meet at different barriers");
 }
 
+/// A matrix needs all lanes; and it has what other lanes write only if they were waited for.
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn matrices_take_a_whole_simdgroup_and_do_not_wait_for_it() {
+    let mut device = Device::new(1, FAULTS);
+    let y = device.floats(&[0.0; 64]);
+    let mut run = |kernel: &str| {
+        let pipeline = device.pipeline(kernel);
+        device.run(vec![Command::Dispatch(dispatch(pipeline, vec![(0, Bound::Write(y))], 1, 32))])
+    };
+    run("matrix_of_what_was_not_waited_for").unwrap();
+    let parted = run("matrix_of_a_part_of_the_lanes").unwrap_err().to_string();
+    assert!(parted.contains("without all 32 lanes") || parted.contains("has returned"), "{parted}");
+    assert!(device.read(y).iter().any(|x| x.is_nan()), "every lane saw what the others wrote");
+}
+
 #[test]
 #[ignore = "needs clang-19; .ci/run installs it and runs them"]
 fn accesses_outside_of_what_is_bound_are_faults() {

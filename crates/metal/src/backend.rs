@@ -14,6 +14,7 @@ use crate::device::{Commit, Gpu, Slice, float_bytes, read_words};
 use crate::forward::{Forward, Token};
 use crate::kernels::gemv::NO_ID;
 use crate::plan::Plan;
+use crate::prefill::{MANY, Prefill, Tokens};
 use crate::sample::{self, is_plain_greedy};
 use crate::state::{Layout, Sampled, Snapshot, State};
 use crate::step::{self, ANGLES, MAX_ROWS, Pending, RowResult, Sampling, StepSet, angles};
@@ -25,6 +26,7 @@ const STEP_SETS: usize = STEPS_IN_FLIGHT + 1;
 /// Tokens of a command buffer. A display waits for the GPU no longer than one takes: 8 tokens of the full-size model are
 /// 80 ms at 200 GB/s.
 const COMMIT_TOKENS: usize = 8;
+
 /// The model on a GPU.
 pub(crate) struct MetalBackend<G: Gpu> {
     gpu: G,
@@ -50,10 +52,10 @@ fn unknown(what: &'static str, id: u64) -> Error {
 impl<G: Gpu> MetalBackend<G> {
     /// Compiles the kernels and copies the weights.
     pub(crate) fn load(mut gpu: G, checkpoint: &Checkpoint, options: &LoadOptions) -> Result<MetalBackend<G>> {
-        let plan = Plan::new(&mut gpu, checkpoint, options.kv)?;
+        let plan = Plan::new(&mut gpu, checkpoint, options)?;
         let shape = &plan.shape;
         let max_context = options.max_context.unwrap_or(shape.max_context).max(1);
-        let max_chunk = options.max_chunk.clamp(1, max_context);
+        let max_chunk = plan.prefill.most_tokens.min(max_context);
         let layout = Layout::new(shape, options.kv);
         let caps = Caps {
             name: format!("metal ({})", gpu.name()),
@@ -306,30 +308,10 @@ impl<G: Gpu> MetalBackend<G> {
             _ => None,
         };
 
-        let mut commit = None;
-        let mut stages: Vec<(Stage, Vec<f32>)> = Vec::new();
         let state = self.states.get(&id.0).ok_or_else(|| unknown("state", id.0.into()))?;
-        let without_head = inputs.len() - heads;
-        let mut forward = Forward::new(&self.plan, state, trace);
-        for (token, own) in inputs.iter().enumerate() {
-            forward.token(own);
-            if let (Some(logits), Some(position)) = (logits, token.checked_sub(without_head)) {
-                forward.head(logits.nth(position, 4 * vocab), limit.unwrap_or(vocab));
-            }
-            let is_last = token + 1 == inputs.len();
-            if limit.is_some() && is_last {
-                forward.argmax(sampled);
-            }
-            if trace {
-                let mut new = forward.run_traced(&mut self.gpu)?;
-                new.retain(|(stage, _)| stage.part != Part::FinalNorm || token >= without_head);
-                append(&mut stages, new);
-            }
-            if trace || is_last || (token + 1) % COMMIT_TOKENS == 0 {
-                commit = Some(self.gpu.commit(std::mem::take(&mut forward.pass).commands)?);
-                forward = Forward::new(&self.plan, state, trace);
-            }
-        }
+        let run = Run { plan: &self.plan, state, inputs: &inputs, logits, heads, limit, sampled, trace };
+        let (commit, stages) =
+            if inputs.len() < MANY { run.one_by_one(&mut self.gpu) } else { run.together(&mut self.gpu) }?;
 
         let position = self.state(id)?.position() + tokens.len();
         let (result, next) = match (want, logits) {
@@ -353,6 +335,90 @@ impl<G: Gpu> MetalBackend<G> {
         }
         let stages = stages.into_iter().map(|(stage, values)| StageOutput { stage, row: index, values });
         Ok(RunRow { result, commit, stages: stages.collect() })
+    }
+}
+
+/// A row to be encoded.
+struct Run<'a> {
+    plan: &'a Plan,
+    state: &'a State,
+    inputs: &'a [Token],
+    /// Where logits go, those of the last `heads` tokens.
+    logits: Option<Slice>,
+    heads: usize,
+    /// Below which the highest logit is wanted, if it is.
+    limit: Option<usize>,
+    /// Where its id goes.
+    sampled: Slice,
+    trace: bool,
+}
+
+/// The last commit, and the stages that were asked for.
+type Ran = (Option<Commit>, Vec<(Stage, Vec<f32>)>);
+
+impl Run<'_> {
+    /// Through the kernels of one token.
+    fn one_by_one<G: Gpu>(&self, gpu: &mut G) -> Result<Ran> {
+        let Run { plan, state, .. } = *self;
+        let (vocab, without_head) = (plan.shape.vocab, self.inputs.len() - self.heads);
+        let (mut commit, mut stages) = (None, Vec::new());
+        let mut forward = Forward::new(plan, state, self.trace);
+        for (token, own) in self.inputs.iter().enumerate() {
+            forward.token(own);
+            if let (Some(logits), Some(position)) = (self.logits, token.checked_sub(without_head)) {
+                forward.head(logits.nth(position, 4 * vocab), self.limit.unwrap_or(vocab));
+            }
+            let is_last = token + 1 == self.inputs.len();
+            if self.limit.is_some() && is_last {
+                forward.argmax(self.sampled);
+            }
+            if self.trace {
+                let views = forward.views();
+                let mut new = forward.marks.run(gpu, &mut forward.pass, &views, &plan.shape)?;
+                new.retain(|(stage, _)| stage.part != Part::FinalNorm || token >= without_head);
+                append(&mut stages, new);
+            }
+            if self.trace || is_last || (token + 1) % COMMIT_TOKENS == 0 {
+                commit = forward.pass.commit(gpu)?.or(commit);
+                forward = Forward::new(plan, state, self.trace);
+            }
+        }
+        Ok((commit, stages))
+    }
+
+    /// Through the kernels of many.
+    fn together<G: Gpu>(&self, gpu: &mut G) -> Result<Ran> {
+        let Run { plan, state, inputs, .. } = *self;
+        let (vocab, hidden, count) = (plan.shape.vocab, plan.shape.hidden, inputs.len());
+        let whole = |first: Slice, bytes: usize| Slice { bytes: bytes * count, ..first };
+        let first = inputs[0];
+        let tokens = Tokens {
+            ids: whole(first.id, 4),
+            angles: whole(first.angles, 4 * ANGLES),
+            position: first.position,
+            count,
+        };
+        let mut prefill = Prefill::new(plan, state, self.trace);
+        prefill.tokens(&tokens, if self.trace { count } else { self.heads });
+        match self.logits {
+            Some(logits) if self.heads == 1 => prefill.head(count, logits, self.limit.unwrap_or(vocab)),
+            Some(logits) => prefill.all_logits(count, logits),
+            None => {}
+        }
+        if self.limit.is_some() {
+            prefill.argmax(self.sampled);
+        }
+        let mut stages = Vec::new();
+        if self.trace {
+            let views = prefill.views(count);
+            stages = prefill.marks.run(gpu, &mut prefill.pass, &views, &plan.shape)?;
+            stages.retain(|(stage, _)| stage.part != Part::FinalNorm || self.heads > 0);
+            for (_, values) in stages.iter_mut().filter(|(stage, _)| stage.part == Part::FinalNorm) {
+                values.drain(..(count - self.heads) * hidden);
+            }
+        }
+        let commit = prefill.pass.commit(gpu)?;
+        Ok((commit, stages))
     }
 }
 

@@ -98,6 +98,8 @@ pub(crate) struct Pass {
     pub(crate) commands: Vec<Command>,
     /// Memory used since the last barrier, and whether it is written.
     level: Vec<(Slice, bool)>,
+    /// Where a command buffer ends, in numbers of commands.
+    cuts: Vec<usize>,
 }
 
 impl Pass {
@@ -118,6 +120,29 @@ impl Pass {
         }
         self.level.extend(uses);
         self.commands.push(Command::Dispatch(dispatch));
+    }
+
+    /// What follows goes into a command buffer of its own: a display waits for the GPU as long as one of them takes.
+    pub(crate) fn cut(&mut self) {
+        if self.commands.len() > self.cuts.last().copied().unwrap_or(0) {
+            self.commands.push(Command::Barrier);
+            self.level.clear();
+            self.cuts.push(self.commands.len());
+        }
+    }
+
+    /// Hands over everything, and leaves an empty pass. Returns the last commit, if there was anything.
+    pub(crate) fn commit<G: Gpu + ?Sized>(&mut self, gpu: &mut G) -> Result<Option<Commit>> {
+        let Pass { commands, cuts, .. } = std::mem::take(self);
+        let (mut commands, mut done, mut last) = (commands.into_iter(), 0, None);
+        for end in cuts.into_iter().chain([usize::MAX]) {
+            let buffer: Vec<Command> = commands.by_ref().take(end - done).collect();
+            done = end;
+            if !buffer.is_empty() {
+                last = Some(gpu.commit(buffer)?);
+            }
+        }
+        Ok(last)
     }
 }
 
@@ -162,6 +187,9 @@ pub(crate) trait Gpu: Send {
 
     /// Copies bytes into a slice.
     fn write(&mut self, to: Slice, from: &[u8]) -> Result<()>;
+
+    /// All bytes of a buffer, to be written by the host.
+    fn contents(&mut self, buffer: Buffer) -> Result<&mut [u8]>;
 
     /// Copies between slices of equal length that do not overlap.
     fn copy(&mut self, from: Slice, to: Slice) -> Result<()>;

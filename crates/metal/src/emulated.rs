@@ -18,6 +18,8 @@ pub(crate) struct Emulated {
     next_buffer: u32,
     /// Dispatches and barriers of the last commit.
     pub(crate) counts: (usize, usize),
+    /// A kernel that it does not take.
+    pub(crate) refuses: Option<&'static str>,
 }
 
 impl Emulated {
@@ -31,6 +33,7 @@ impl Emulated {
             commits: Vec::new(),
             next_buffer: 0,
             counts: (0, 0),
+            refuses: None,
         }
     }
 
@@ -78,6 +81,9 @@ impl Gpu for Emulated {
     }
 
     fn pipeline(&mut self, source: &Source, spec: &KernelSpec<'_>) -> Result<Pipeline> {
+        if self.refuses == Some(spec.kernel) {
+            return Err(device_error("a kernel that it does not take"));
+        }
         let known = self.libraries.get(source.name).filter(|(text, _)| *text == source.text);
         let library = match known {
             Some((_, library)) => *library,
@@ -101,6 +107,11 @@ impl Gpu for Emulated {
     fn write(&mut self, to: Slice, from: &[u8]) -> Result<()> {
         self.emulator.write(self.slice(to)).map_err(device_error)?.copy_from_slice(from);
         Ok(())
+    }
+
+    fn contents(&mut self, buffer: Buffer) -> Result<&mut [u8]> {
+        let buffer = self.buffers[&buffer.0];
+        self.emulator.contents(buffer).map_err(device_error)
     }
 
     fn copy(&mut self, from: Slice, to: Slice) -> Result<()> {

@@ -1,22 +1,22 @@
 //! The forward pass of one token, as dispatches in the order of the data: [`Forward::token`] is the model, one function per
 //! block below it, then the head. Formulas: NUMERICS.md. Barriers are the pass's own business.
 
-use lily_backend::{Part, Result, Stage};
+use lily_backend::{Part, Stage};
 
-use crate::device::{Command, Gpu, Pass, Slice, read_words};
+use crate::device::{Pass, Slice};
 use crate::kernels::delta::DeltaVectors;
 use crate::kernels::gemv::ResidualArgs;
 use crate::kernels::{Matrix, attention, delta, embed};
 use crate::plan::{LayerPlan, MixerPlan, Plan};
 use crate::state::State;
+use crate::trace::{Marks, Normed, Views};
 
 /// Encodes tokens of one session.
 pub(crate) struct Forward<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) state: &'a State,
     pub(crate) pass: Pass,
-    /// Where stages are to be read, if they are recorded: after how many commands, and what.
-    marks: Option<Vec<(usize, Stage)>>,
+    pub(crate) marks: Marks,
 }
 
 /// A token's own inputs.
@@ -31,7 +31,7 @@ pub(crate) struct Token {
 
 impl<'a> Forward<'a> {
     pub(crate) fn new(plan: &'a Plan, state: &'a State, trace: bool) -> Forward<'a> {
-        Forward { plan, state, pass: Pass::default(), marks: trace.then(Vec::new) }
+        Forward { plan, state, pass: Pass::default(), marks: Marks::new(trace) }
     }
 
     /// One token through all layers; leaves the stream, gained for the head, in the scratch memory.
@@ -40,10 +40,10 @@ impl<'a> Forward<'a> {
         let stream = plan.scratch.stream;
         let args = embed::Args { token: token.id, embedding: &plan.embedding, gain: plan.norm_before(0), stream };
         plan.kernels.embed.encode(&mut self.pass, &args);
-        self.mark(Stage::outside(Part::Embedding));
+        self.marks.add(&self.pass, Stage::outside(Part::Embedding));
         let (mut attention, mut delta) = (0, 0);
         for (index, layer) in plan.layers.iter().enumerate() {
-            self.mark(Stage::of(index, Part::MixerNorm));
+            self.marks.add(&self.pass, Stage::of(index, Part::MixerNorm));
             match &layer.mixer {
                 MixerPlan::Delta { input, vectors, out } => {
                     self.delta(token.position, delta, input, vectors);
@@ -70,11 +70,11 @@ impl<'a> Forward<'a> {
                     attention += 1;
                 }
             }
-            self.mark(Stage::of(index, Part::Mixer));
-            self.mark(Stage::of(index, Part::MoeNorm));
+            self.marks.add(&self.pass, Stage::of(index, Part::Mixer));
+            self.marks.add(&self.pass, Stage::of(index, Part::MoeNorm));
             self.moe(index, layer);
         }
-        self.mark(Stage::outside(Part::FinalNorm));
+        self.marks.add(&self.pass, Stage::outside(Part::FinalNorm));
     }
 
     /// Grouped-query attention of the `index`-th attention layer, up to its output gate.
@@ -116,12 +116,12 @@ impl<'a> Forward<'a> {
     fn moe(&mut self, index: usize, layer: &LayerPlan) {
         let Plan { kernels, scratch: s, .. } = self.plan;
         kernels.moe.encode_router(&mut self.pass, &layer.experts, &s.stream, &s.routed);
-        self.mark(Stage::of(index, Part::Router));
+        self.marks.add(&self.pass, Stage::of(index, Part::Router));
         kernels.moe.encode_gate_up(&mut self.pass, &layer.experts, &s.stream, &s.routed);
         let gain = self.plan.norm_before(index + 1);
         kernels.moe.encode_down(&mut self.pass, &layer.experts, &s.routed, gain, &s.stream);
-        self.mark(Stage::of(index, Part::Moe));
-        self.mark(Stage::of(index, Part::Layer));
+        self.marks.add(&self.pass, Stage::of(index, Part::Moe));
+        self.marks.add(&self.pass, Stage::of(index, Part::Layer));
     }
 
     /// The logits of the last token, `[vocab]` f32, and the best one below `limit` as a candidate for [`Forward::argmax`].
@@ -136,57 +136,13 @@ impl<'a> Forward<'a> {
         kernels.head.encode_argmax(&mut self.pass, scratch.candidates, token);
     }
 
-    fn mark(&mut self, stage: Stage) {
-        if let Some(marks) = &mut self.marks {
-            marks.push((self.pass.commands.len(), stage));
+    /// Where the stages of a token are to be found.
+    pub(crate) fn views(&self) -> Views {
+        let s = &self.plan.scratch;
+        Views {
+            stream: s.stream.values,
+            normed: Normed::Gained { gained: s.stream.gained, squares: s.stream.squares },
+            router: s.routed.logits,
         }
     }
-
-    /// Runs what was encoded up to its marks, one by one, and reads the stage at each. What the mixer or the experts add is
-    /// the stream after them minus the stream before.
-    pub(crate) fn run_traced(&mut self, gpu: &mut dyn Gpu) -> Result<Vec<(Stage, Vec<f32>)>> {
-        let stream = self.plan.scratch.stream;
-        let (mut commands, mut done) = (std::mem::take(&mut self.pass.commands).into_iter(), 0);
-        let mut before = Vec::new();
-        let mut stages = Vec::new();
-        for (end, stage) in self.marks.iter_mut().flat_map(std::mem::take) {
-            let next: Vec<Command> = commands.by_ref().take(end - done).collect();
-            done = end;
-            if !next.is_empty() {
-                let commit = gpu.commit(next)?;
-                gpu.wait(commit)?;
-            }
-            let read = |slice| read_words(gpu, slice, f32::from_le_bytes);
-            let values = match stage.part {
-                Part::Embedding | Part::Layer => read(stream.values)?,
-                Part::MixerNorm | Part::MoeNorm | Part::FinalNorm => {
-                    let scale = norm_scale(&read(stream.squares)?, self.plan);
-                    read(stream.gained)?.iter().map(|x| x * scale).collect()
-                }
-                Part::Router => {
-                    let mut logits = read(self.plan.scratch.routed.logits)?;
-                    logits.truncate(self.plan.shape.experts);
-                    logits
-                }
-                Part::Mixer | Part::Moe => {
-                    let after = read(stream.values)?;
-                    let change = after.iter().zip(&before).map(|(after, before)| after - before).collect();
-                    before = after;
-                    change
-                }
-            };
-            if stage.part == Part::Embedding {
-                before.clone_from(&values);
-            }
-            stages.push((stage, values));
-        }
-        self.pass.commands = commands.collect();
-        Ok(stages)
-    }
-}
-
-/// What kernels make of the partial sums of squares.
-fn norm_scale(squares: &[f32], plan: &Plan) -> f32 {
-    let mean = squares.iter().sum::<f32>() / plan.shape.hidden as f32;
-    (mean + plan.shape.rms_eps).sqrt().recip()
 }

@@ -1,13 +1,13 @@
 //! The Metal backend: the model behind [`lily_backend::Backend`], on the GPU of a Mac.
 //!
-//! - `forward`: the forward pass, one function per block;
+//! - `forward`: the forward pass of one token, one function per block; `prefill`: that of many; `trace`: their stages;
 //! - `kernels`: shaders, each with its wrapper beside it;
-//! - `plan`: what is decided at load; `state`: what a session keeps; `step`: the checks of a step and its results; `sample`:
+//! - `plan`: what is decided at load; `load`: how weights come into device memory; `state`: what a session keeps; `step`: the checks of a step and its results; `sample`:
 //!   sampling on the host, but for the highest logit, which the GPU finds;
 //! - `device`: the trait that a GPU implements, `macos` on a Mac and the emulator of `lily-metal-emu` in tests.
 //!
-//! A step is encoded token by token through the kernels of decode, a few tokens to a command buffer, and returns at once.
-//! A second step may follow before the first is waited for; the token that the first one samples stays on the GPU.
+//! A step is encoded as a few command buffers and returns at once. A second step may follow before the first is waited for; the
+//! token that the first one samples stays on the GPU.
 //! Activations are f32.
 
 #![warn(missing_docs)]
@@ -20,19 +20,23 @@ mod device;
 mod emulated;
 mod forward;
 mod kernels;
+mod load;
 #[cfg(target_os = "macos")]
 #[expect(unsafe_code, reason = "Metal is called, and memory that it shares is copied; each with its SAFETY note")]
 mod macos;
 mod plan;
+mod prefill;
 mod sample;
 mod state;
 mod step;
 #[cfg(test)]
 mod tests;
+mod trace;
 
 use lily_backend::{Backend, Result};
-use lily_model::Checkpoint;
+use lily_model::{Checkpoint, Shape};
 
+pub use kernels::KernelReport;
 pub use state::KvDtype;
 
 /// The model on this Mac's GPU: compiles the kernels and copies the weights.
@@ -50,6 +54,20 @@ pub fn load(_checkpoint: &Checkpoint, _options: &LoadOptions) -> Result<Box<dyn 
     Err(lily_backend::Error::Unavailable { name: "metal", reason: "it needs a Mac".into() })
 }
 
+/// What this Mac makes of every kernel for a shape: each is compiled, whatever becomes of the others.
+///
+/// Fails as [`load`] does where there is no GPU for them.
+#[cfg(target_os = "macos")]
+pub fn survey(shape: &Shape, kv: KvDtype) -> Result<Vec<KernelReport>> {
+    plan::survey(&mut macos::MacGpu::open()?, shape, kv)
+}
+
+/// There is no Metal here: [`Unavailable`](lily_backend::Error::Unavailable).
+#[cfg(not(target_os = "macos"))]
+pub fn survey(_shape: &Shape, _kv: KvDtype) -> Result<Vec<KernelReport>> {
+    Err(lily_backend::Error::Unavailable { name: "metal", reason: "it needs a Mac".into() })
+}
+
 /// How to load.
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
@@ -57,12 +75,12 @@ pub struct LoadOptions {
     pub kv: KvDtype,
     /// Longest context of a state in tokens; `None`: what the model was trained for.
     pub max_context: Option<usize>,
-    /// Most tokens of a row in one step. Tokens go through the model one by one, so more of them only make a step longer.
-    pub max_chunk: usize,
+    /// Most tokens of a row in one step; `None`: as many as the memory of the device is good for.
+    pub max_chunk: Option<usize>,
 }
 
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
-        LoadOptions { kv: KvDtype::Bf16, max_context: None, max_chunk: 64 }
+        LoadOptions { kv: KvDtype::Bf16, max_context: None, max_chunk: None }
     }
 }

@@ -222,6 +222,14 @@ impl Gpu for MacGpu {
         Ok(())
     }
 
+    fn contents(&mut self, buffer: Buffer) -> Result<&mut [u8]> {
+        let bytes = self.buffers.get(&buffer.0).map_or(0, |buffer| buffer.length());
+        let start = self.start_of(Slice { buffer, offset: 0, bytes })?;
+        // SAFETY: the bytes are there as long as the buffer, which `&mut self` keeps; every value is a valid byte, and no commit that
+        // was not waited for uses the buffer.
+        Ok(unsafe { std::slice::from_raw_parts_mut(start, bytes) })
+    }
+
     fn copy(&mut self, from: Slice, to: Slice) -> Result<()> {
         assert_eq!(from.bytes, to.bytes);
         let (source, target) = (self.start_of(from)?, self.start_of(to)?);

@@ -2,19 +2,23 @@
 //! which pipelines run, and the scratch memory between them.
 //!
 //! Weights keep the packed form of the checkpoint. Matrices that are read by one dispatch are stacked into one; they are copied
-//! anyway, because nothing in a published file is aligned. Memory-mapped pages that were copied are the system's to drop.
+//! anyway, because nothing in a published file is aligned. They are read from the files, so that no second copy stays in memory.
 
 use lily_backend::{Error, Result};
+use lily_model::safetensors::TensorBytes;
 use lily_model::{AttentionWeights, Bits, Checkpoint, DeltaWeights, Mixer, MoeWeights, QuantMatrix, Shape};
 use sha2::{Digest, Sha256};
 
+use crate::LoadOptions;
 use crate::device::{Buffer, Gpu, Slice, float_bytes};
 use crate::kernels::attention::{Attention, MOST_SPLITS};
 use crate::kernels::delta::{Delta, DeltaVectors};
 use crate::kernels::embed::Embed;
 use crate::kernels::gemv::{Candidates, Gemv, Head, Residual};
 use crate::kernels::moe::{Experts, Moe, Routed};
-use crate::kernels::{Builder, Matrix, Stream, stream_groups};
+use crate::kernels::{Builder, KernelReport, Matrix, Stream, stream_groups};
+use crate::load::{self, Piece};
+use crate::prefill::PrefillPlan;
 use crate::state::KvDtype;
 
 /// The decisions.
@@ -27,6 +31,7 @@ pub(crate) struct Plan {
     pub(crate) final_norm: Slice,
     pub(crate) head: Matrix,
     pub(crate) scratch: Scratch,
+    pub(crate) prefill: PrefillPlan,
     /// Of checkpoint and KV dtype: exports belong to one.
     pub(crate) fingerprint: [u8; 32],
     pub(crate) weight_bytes: usize,
@@ -99,7 +104,8 @@ pub(crate) struct Scratch {
 }
 
 impl Plan {
-    pub(crate) fn new(gpu: &mut dyn Gpu, checkpoint: &Checkpoint, kv: KvDtype) -> Result<Plan> {
+    pub(crate) fn new(gpu: &mut dyn Gpu, checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Plan> {
+        let kv = options.kv;
         let shape = checkpoint.config.shape.clone();
         let weights = &checkpoint.weights;
         check_shape(&shape)?;
@@ -141,6 +147,7 @@ impl Plan {
         let final_norm = arena.vector(gpu, &weights.norm)?;
         weight_bytes += arena.bytes;
         let (scratch, scratch_bytes) = Scratch::new(gpu, &shape, kernels.head.candidates())?;
+        let prefill = PrefillPlan::new(gpu, &shape, kv, options.max_chunk, available.saturating_sub(weight_bytes))?;
         let fingerprint = fingerprint(checkpoint, kv);
         Ok(Plan {
             shape,
@@ -150,9 +157,10 @@ impl Plan {
             final_norm,
             head,
             scratch,
+            scratch_bytes: scratch_bytes + prefill.bytes,
+            prefill,
             fingerprint,
             weight_bytes,
-            scratch_bytes,
         })
     }
 
@@ -160,6 +168,15 @@ impl Plan {
     pub(crate) fn norm_before(&self, layer: usize) -> Slice {
         self.layers.get(layer).map_or(self.final_norm, |layer| layer.mixer_norm)
     }
+}
+
+/// What becomes of every pipeline for a shape.
+pub(crate) fn survey(gpu: &mut dyn Gpu, shape: &Shape, kv: KvDtype) -> Result<Vec<KernelReport>> {
+    check_shape(shape)?;
+    let mut builder = Builder::survey(gpu, shape, kv);
+    Kernels::plan(&mut builder, shape)?;
+    PrefillPlan::survey(&mut builder, shape)?;
+    Ok(builder.reports())
 }
 
 impl Kernels {
@@ -285,6 +302,7 @@ pub(crate) fn whole(matrix: &QuantMatrix) -> Rows<'_> {
 }
 
 /// A buffer that is filled from its beginning.
+#[derive(Clone)]
 pub(crate) struct Arena {
     buffer: Buffer,
     used: usize,
@@ -299,10 +317,20 @@ impl Arena {
         Ok(Arena { buffer: gpu.buffer(bytes, what)?, used: 0, bytes })
     }
 
+    /// What a piece of `bytes` bytes takes.
+    pub(crate) fn room(bytes: usize) -> usize {
+        bytes.next_multiple_of(ALIGNMENT)
+    }
+
+    /// Room for pieces that take `bytes` bytes by [`Arena::room`].
+    pub(crate) fn exact(gpu: &mut dyn Gpu, bytes: usize, what: &str) -> Result<Arena> {
+        Ok(Arena { buffer: gpu.buffer(bytes, what)?, used: 0, bytes })
+    }
+
     /// The next `bytes` bytes.
     pub(crate) fn take(&mut self, bytes: usize) -> Slice {
         let offset = self.used;
-        self.used = (offset + bytes).next_multiple_of(ALIGNMENT);
+        self.used = offset + Arena::room(bytes);
         assert!(offset + bytes <= self.bytes, "an arena of {} bytes was planned too small", self.bytes);
         Slice { buffer: self.buffer, offset, bytes }
     }
@@ -318,21 +346,22 @@ impl Arena {
     pub(crate) fn stack(&mut self, gpu: &mut dyn Gpu, parts: &[Rows<'_>]) -> Result<Matrix> {
         let inputs = parts.first().map_or(0, |(matrix, ..)| matrix.inputs);
         assert!(parts.iter().all(|(matrix, ..)| matrix.inputs == inputs), "stacked matrices have one width");
-        let mut place = |row_bytes: fn(&QuantMatrix) -> usize, bytes: fn(&QuantMatrix) -> &[u8]| -> Result<Slice> {
+        let mut pieces = Vec::with_capacity(3 * parts.len());
+        let mut place = |row_bytes: fn(&QuantMatrix) -> usize, bytes: fn(&QuantMatrix) -> &TensorBytes| {
             let all = self.take(parts.iter().map(|(matrix, _, rows)| rows * row_bytes(matrix)).sum());
-            let mut at = 0;
+            let mut to = all.offset;
             for (matrix, first, rows) in parts {
-                let (row, length) = (row_bytes(matrix), rows * row_bytes(matrix));
-                gpu.write(all.part(at, length), &bytes(matrix)[first * row..][..length])?;
-                at += length;
+                let (row, from) = (row_bytes(matrix), bytes(matrix));
+                pieces.push(Piece { to, from, start: first * row, bytes: rows * row });
+                to += rows * row;
             }
-            Ok(all)
+            all
         };
-        Ok(Matrix {
-            codes: place(QuantMatrix::row_bytes, |matrix| &matrix.codes[..])?,
-            scales: place(|matrix| 2 * matrix.groups(), |matrix| &matrix.scales[..])?,
-            biases: place(|matrix| 2 * matrix.groups(), |matrix| &matrix.biases[..])?,
-        })
+        let codes = place(QuantMatrix::row_bytes, |matrix| &matrix.codes);
+        let scales = place(|matrix| 2 * matrix.groups(), |matrix| &matrix.scales);
+        let biases = place(|matrix| 2 * matrix.groups(), |matrix| &matrix.biases);
+        load::fill(gpu, self.buffer, pieces)?;
+        Ok(Matrix { codes, scales, biases })
     }
 }
 

@@ -48,7 +48,7 @@ impl fmt::Debug for MemoryFiles {
 
 /// The content of one file: mapped, inside the binary, or in memory.
 pub(crate) enum FileBytes {
-    Mapped(Mmap),
+    Mapped { map: Mmap, file: File },
     Static(&'static [u8]),
     Shared(Arc<Vec<u8>>),
 }
@@ -58,10 +58,23 @@ impl Deref for FileBytes {
 
     fn deref(&self) -> &[u8] {
         match self {
-            FileBytes::Mapped(map) => map,
+            FileBytes::Mapped { map, .. } => map,
             FileBytes::Static(bytes) => bytes,
             FileBytes::Shared(bytes) => bytes,
         }
+    }
+}
+
+impl FileBytes {
+    /// Copies the bytes from `start` on. A file is read, not looked at through its map: pages of a map come one by one, and a read
+    /// of some megabytes at once.
+    pub(crate) fn read_into(&self, start: usize, to: &mut [u8]) -> std::io::Result<()> {
+        #[cfg(unix)]
+        if let FileBytes::Mapped { file, .. } = self {
+            return std::os::unix::fs::FileExt::read_exact_at(file, to, start as u64);
+        }
+        to.copy_from_slice(&self[start..start + to.len()]);
+        Ok(())
     }
 }
 
@@ -147,7 +160,7 @@ impl Source {
                 // system that has none refuses, and small ones do as well.
                 #[cfg(target_os = "linux")]
                 let _ = map.advise(memmap2::Advice::HugePage);
-                Ok(FileBytes::Mapped(map))
+                Ok(FileBytes::Mapped { map, file: opened })
             }
             Source::Embedded(files) => files
                 .iter()

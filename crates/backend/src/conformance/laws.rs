@@ -18,9 +18,9 @@ pub use super::sampling_laws::*;
 pub const CONTEXT: usize = 256;
 
 /// A backend under test.
-pub struct Subject {
+pub struct Subject<'a> {
     /// Makes a fresh one.
-    pub load: fn() -> Box<dyn Backend>,
+    pub load: &'a dyn Fn() -> Box<dyn Backend>,
     /// Largest difference of two logits that other chunk borders may make; the reason stands with the subject.
     pub budget: f32,
 }
@@ -28,7 +28,7 @@ pub struct Subject {
 /// A loaded backend with shorthands that panic on errors.
 pub(super) struct Device(pub(super) Box<dyn Backend>);
 
-impl Subject {
+impl Subject<'_> {
     pub(super) fn device(&self) -> Device {
         Device((self.load)())
     }
@@ -148,7 +148,7 @@ fn assert_within(a: &[f32], b: &[f32], budget: f32, what: &str) {
 }
 
 /// The logits of every position are the same, within the budget, whether a prompt comes at once or token by token.
-pub fn prefill_equals_repeated_decode(subject: &Subject) {
+pub fn prefill_equals_repeated_decode(subject: &Subject<'_>) {
     let mut device = subject.device();
     for length in PROMPTS.iter().copied().filter(|n| *n <= CONTEXT) {
         let ids = device.prompt(length as u64, length);
@@ -162,7 +162,7 @@ pub fn prefill_equals_repeated_decode(subject: &Subject) {
 }
 
 /// The logits of every position are the same, within the budget, wherever a prompt is cut.
-pub fn one_chunk_equals_many_chunks(subject: &Subject) {
+pub fn one_chunk_equals_many_chunks(subject: &Subject<'_>) {
     let mut device = subject.device();
     let ids = device.prompt(1, 150);
     let state = device.state();
@@ -177,7 +177,7 @@ pub fn one_chunk_equals_many_chunks(subject: &Subject) {
 }
 
 /// Two loads of one checkpoint, fed the same chunks, give the same bits.
-pub fn the_same_steps_give_the_same_bits(subject: &Subject) {
+pub fn the_same_steps_give_the_same_bits(subject: &Subject<'_>) {
     let run = || {
         let mut device = subject.device();
         let state = device.state();
@@ -190,7 +190,7 @@ pub fn the_same_steps_give_the_same_bits(subject: &Subject) {
 }
 
 /// A row's bits are the same alone and in a step with rows of other lengths, before it or after it.
-pub fn batch_neighbours_do_not_change_a_row(subject: &Subject) {
+pub fn batch_neighbours_do_not_change_a_row(subject: &Subject<'_>) {
     let mut device = subject.device();
     let rows = 3.min(device.0.caps().max_rows);
     let prompts: Vec<Vec<u32>> = (0..rows).map(|i| device.prompt(i as u64, [9, 1, 30][i])).collect();
@@ -214,7 +214,7 @@ pub fn batch_neighbours_do_not_change_a_row(subject: &Subject) {
 }
 
 /// After going back to a snapshot a state continues with the bits that it had the first time, whatever came between.
-pub fn a_restored_snapshot_continues_bit_identical(subject: &Subject) {
+pub fn a_restored_snapshot_continues_bit_identical(subject: &Subject<'_>) {
     let mut device = subject.device();
     let state = device.state();
     let ids = device.prompt(3, 33);
@@ -230,7 +230,7 @@ pub fn a_restored_snapshot_continues_bit_identical(subject: &Subject) {
 }
 
 /// A snapshot of position 0, and one whose state was reset, fed the same again, or freed, still work.
-pub fn a_snapshot_outlives_the_steps_after_it_and_its_state(subject: &Subject) {
+pub fn a_snapshot_outlives_the_steps_after_it_and_its_state(subject: &Subject<'_>) {
     let mut device = subject.device();
     let state = device.state();
     let start = device.0.snapshot(state).expect("a snapshot of nothing");
@@ -251,7 +251,7 @@ pub fn a_snapshot_outlives_the_steps_after_it_and_its_state(subject: &Subject) {
 }
 
 /// A state whose tokens differ from the snapshot's, or are fewer, is refused and not changed.
-pub fn a_snapshot_of_another_past_is_refused(subject: &Subject) {
+pub fn a_snapshot_of_another_past_is_refused(subject: &Subject<'_>) {
     let mut device = subject.device();
     let (state, other) = (device.state(), device.state());
     let ids = device.prompt(6, 10);
@@ -270,7 +270,7 @@ pub fn a_snapshot_of_another_past_is_refused(subject: &Subject) {
 
 /// A fork has the bits of its source from then on, in a state of any capacity that suffices; what one is fed does not
 /// reach the other.
-pub fn a_fork_continues_bit_identical_and_leaves_its_source_alone(subject: &Subject) {
+pub fn a_fork_continues_bit_identical_and_leaves_its_source_alone(subject: &Subject<'_>) {
     let mut device = subject.device();
     let source = device.state();
     let ids = device.prompt(7, 31);
@@ -288,7 +288,7 @@ pub fn a_fork_continues_bit_identical_and_leaves_its_source_alone(subject: &Subj
 }
 
 /// A reset state continues with the bits of a new one.
-pub fn a_reset_state_is_a_fresh_one(subject: &Subject) {
+pub fn a_reset_state_is_a_fresh_one(subject: &Subject<'_>) {
     let mut device = subject.device();
     let (used, fresh) = (device.state(), device.state());
     let ids = device.prompt(9, 60);
@@ -299,7 +299,7 @@ pub fn a_reset_state_is_a_fresh_one(subject: &Subject) {
 }
 
 /// An export, imported by another load into a state of another capacity, continues with the same bits.
-pub fn an_export_continues_bit_identical_after_import(subject: &Subject) {
+pub fn an_export_continues_bit_identical_after_import(subject: &Subject<'_>) {
     let mut device = subject.device();
     let state = device.state();
     let ids = device.prompt(10, 37);
@@ -321,7 +321,7 @@ pub fn an_export_continues_bit_identical_after_import(subject: &Subject) {
 }
 
 /// Truncated, altered and foreign bytes are errors; the state is then at position 0 and usable.
-pub fn a_damaged_export_is_refused_and_leaves_position_0(subject: &Subject) {
+pub fn a_damaged_export_is_refused_and_leaves_position_0(subject: &Subject<'_>) {
     let mut device = subject.device();
     let state = device.state();
     let fresh = device.continuation(state);
@@ -349,7 +349,7 @@ pub fn a_damaged_export_is_refused_and_leaves_position_0(subject: &Subject) {
 }
 
 /// Decoding with the token left on the device gives the tokens that feeding it back gives, with two steps in flight.
-pub fn previous_sample_equals_explicit_token(subject: &Subject) {
+pub fn previous_sample_equals_explicit_token(subject: &Subject<'_>) {
     let mut device = subject.device();
     let limit = device.vocab() as u32;
     let ids = device.prompt(11, 15);
@@ -379,7 +379,7 @@ pub fn previous_sample_equals_explicit_token(subject: &Subject) {
 
 /// The last sample can be fed only by the state whose last step sampled it: not after a step that sampled nothing, nor
 /// after reset, restore, fork or import.
-pub fn a_sampled_token_is_not_part_of_the_state(subject: &Subject) {
+pub fn a_sampled_token_is_not_part_of_the_state(subject: &Subject<'_>) {
     let mut device = subject.device();
     let (state, fork) = (device.state(), device.state());
     let greedy = SamplingParams::greedy(device.vocab() as u32);
@@ -402,7 +402,7 @@ pub fn a_sampled_token_is_not_part_of_the_state(subject: &Subject) {
 }
 
 /// No more steps than stated may be unwaited; positions count them; they are waited for in order, each once.
-pub fn steps_in_flight_are_bounded_and_waited_for_in_order(subject: &Subject) {
+pub fn steps_in_flight_are_bounded_and_waited_for_in_order(subject: &Subject<'_>) {
     let mut device = subject.device();
     let state = device.state();
     let most = device.0.caps().steps_in_flight;
@@ -422,7 +422,7 @@ pub fn steps_in_flight_are_bounded_and_waited_for_in_order(subject: &Subject) {
 }
 
 /// A step that is refused for any row changes no state, and what follows has the bits it would have had.
-pub fn refusals_leave_states_untouched(subject: &Subject) {
+pub fn refusals_leave_states_untouched(subject: &Subject<'_>) {
     let mut device = subject.device();
     let caps = device.0.caps().clone();
     let (state, other, undisturbed) = (device.state(), device.state(), device.state());
@@ -471,7 +471,7 @@ pub fn refusals_leave_states_untouched(subject: &Subject) {
 }
 
 /// Tokens fill a state to its last place; one more is refused.
-pub fn a_full_context_is_an_error_and_its_last_token_fits(subject: &Subject) {
+pub fn a_full_context_is_an_error_and_its_last_token_fits(subject: &Subject<'_>) {
     let mut device = subject.device();
     let state = device.0.new_state(9).expect("a state");
     let ids = device.prompt(13, 9);
@@ -485,7 +485,7 @@ pub fn a_full_context_is_an_error_and_its_last_token_fits(subject: &Subject) {
 }
 
 /// States, snapshots and tickets that do not exist (any more) are errors in every call.
-pub fn what_was_freed_is_unknown(subject: &Subject) {
+pub fn what_was_freed_is_unknown(subject: &Subject<'_>) {
     let mut device = subject.device();
     let (state, gone) = (device.state(), device.state());
     let snapshot = device.0.snapshot(state).expect("a snapshot");
@@ -513,7 +513,7 @@ pub fn what_was_freed_is_unknown(subject: &Subject) {
 }
 
 /// A state of no tokens or of more than the longest context is refused; memory is accounted for.
-pub fn stated_limits_hold(subject: &Subject) {
+pub fn stated_limits_hold(subject: &Subject<'_>) {
     let mut device = subject.device();
     let caps = device.0.caps().clone();
     assert!(caps.max_context >= CONTEXT, "a subject has {CONTEXT} tokens of context");
@@ -535,7 +535,7 @@ pub fn stated_limits_hold(subject: &Subject) {
 
 /// A traced step records every stage of every layer once per row, with as many tokens as the row has, and has the bits of
 /// an untraced one.
-pub fn a_trace_has_every_stage_and_changes_nothing(subject: &Subject) {
+pub fn a_trace_has_every_stage_and_changes_nothing(subject: &Subject<'_>) {
     const LAYER: [Part; 6] = [Part::MixerNorm, Part::Mixer, Part::MoeNorm, Part::Router, Part::Moe, Part::Layer];
     let mut device = subject.device();
     let ids = device.prompt(19, 5);

@@ -18,7 +18,7 @@ fn highest(logits: &[f32], limit: usize) -> u32 {
 }
 
 /// Greedy is the highest raw logit of the last token, the lowest id on ties, below the limit of the vocabulary.
-pub fn greedy_takes_the_highest_logit_below_the_limit(subject: &Subject) {
+pub fn greedy_takes_the_highest_logit_below_the_limit(subject: &Subject<'_>) {
     let mut device = subject.device();
     let ids = device.prompt(14, 11);
     let state = device.state();
@@ -34,7 +34,7 @@ pub fn greedy_takes_the_highest_logit_below_the_limit(subject: &Subject) {
 
 /// The same seed at the same position draws the same token, alone or not; another seed another one now and then; top-k of
 /// one, a tiny top-p, a min-p of one and a tiny temperature are greedy.
-pub fn draws_depend_on_seed_and_position_only(subject: &Subject) {
+pub fn draws_depend_on_seed_and_position_only(subject: &Subject<'_>) {
     let mut device = subject.device();
     let limit = device.vocab() as u32;
     let ids = device.prompt(15, 6);
@@ -62,7 +62,7 @@ pub fn draws_depend_on_seed_and_position_only(subject: &Subject) {
 }
 
 /// A bias lifts or bans a token; penalties count the tokens from `penalty_start` on, those of this step included.
-pub fn biases_and_penalties_move_the_choice(subject: &Subject) {
+pub fn biases_and_penalties_move_the_choice(subject: &Subject<'_>) {
     let mut device = subject.device();
     let limit = device.vocab() as u32;
     let mut ids = device.prompt(16, 10);
@@ -97,7 +97,7 @@ pub fn biases_and_penalties_move_the_choice(subject: &Subject) {
 }
 
 /// Reported log-probabilities are `ln softmax` of the raw logits whatever moves the choice, falling, lowest id first.
-pub fn log_probabilities_are_those_of_the_raw_logits(subject: &Subject) {
+pub fn log_probabilities_are_those_of_the_raw_logits(subject: &Subject<'_>) {
     let mut device = subject.device();
     let limit = device.vocab() as u32;
     let ids = device.prompt(17, 9);
@@ -134,7 +134,7 @@ pub fn log_probabilities_are_those_of_the_raw_logits(subject: &Subject) {
 
 /// A masked row samples among the allowed tokens once its mask is there; without it waiting is an error, and so is a mask
 /// that allows nothing.
-pub fn a_mask_decides_what_may_be_sampled(subject: &Subject) {
+pub fn a_mask_decides_what_may_be_sampled(subject: &Subject<'_>) {
     let mut device = subject.device();
     let limit = device.vocab() as u32;
     let ids = device.prompt(18, 5);
@@ -174,7 +174,7 @@ pub fn a_mask_decides_what_may_be_sampled(subject: &Subject) {
 
 /// While a masked step waits for its mask its state takes no other step, and a masked step is refused while another is in
 /// flight; other states are not concerned.
-pub fn a_masked_step_is_alone_with_its_state(subject: &Subject) {
+pub fn a_masked_step_is_alone_with_its_state(subject: &Subject<'_>) {
     let mut device = subject.device();
     let more_in_flight = device.0.caps().steps_in_flight > 1;
     let limit = device.vocab() as u32;

@@ -11,12 +11,12 @@
 //! halve the speed (measured on Zen 3: 59 to 73 % of a plain read with one row, 32 to 54 % with adjacent ones, 76 to
 //! 104 % with two far apart).
 
-#[cfg(target_arch = "aarch64")]
-pub(super) mod neon;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512;
+#[cfg(target_arch = "aarch64")]
+pub(super) mod neon;
 
 use lily_model::{Bits, QuantMatrix, Shape};
 

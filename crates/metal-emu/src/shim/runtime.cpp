@@ -342,6 +342,10 @@ void simd_barrier(uint32_t site) {
   meet("", 0, site, [](Simdgroup&, int) {});
 }
 
+void whole_simdgroup(uint32_t site) {
+  if (simd_of(g.me).live != ~0u) fault("a simdgroup_matrix operation without all 32 lanes", site);
+}
+
 static int exchanged_bank;
 
 const unsigned char* exchange(const void* value, size_t size, uint32_t site) {

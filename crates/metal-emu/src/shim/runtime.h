@@ -63,6 +63,7 @@ extern Lane* current;
 [[noreturn]] void fault(const char* what, uint32_t site);
 void threadgroup_barrier(uint32_t site);
 void simd_barrier(uint32_t site);
+void whole_simdgroup(uint32_t site);  // a fault unless all 32 lanes live
 // Every lane's value becomes visible to the others of its simdgroup: 32 slots of 16 bytes, valid until the next call.
 const unsigned char* exchange(const void* value, size_t size, uint32_t site);
 uint32_t exchanged_lanes();  // bits of the lanes that took part

@@ -1,5 +1,6 @@
 // One kernel per fault, each with a sound twin where it has one.
 #include <metal_stdlib>
+#include <metal_simdgroup_matrix>
 using namespace metal;
 
 kernel void sum(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], constant uint& n [[buffer(2)]],
@@ -96,4 +97,21 @@ kernel void groups_read_what_others_write(device float* y [[buffer(0)]], uint gr
 [[max_total_threads_per_threadgroup(64)]] kernel void at_most_64_threads(device float* y [[buffer(0)]],
                                                                           uint i [[thread_index_in_threadgroup]]) {
   y[i] = 1;
+}
+
+// The lanes' ones become a matrix before all of them are written. y: [8, 8]
+kernel void matrix_of_what_was_not_waited_for(device float* y [[buffer(0)]], uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float ones[64];
+  ones[2 * lane] = 1;
+  ones[2 * lane + 1] = 1;
+  simdgroup_matrix<float, 8, 8> x;
+  simdgroup_load(x, ones, 8);
+  simdgroup_store(x, y, 8);
+}
+
+kernel void matrix_of_a_part_of_the_lanes(device float* y [[buffer(0)]], uint lane [[thread_index_in_simdgroup]]) {
+  if (lane >= 16) return;
+  simdgroup_matrix<float, 8, 8> x;
+  simdgroup_load(x, y, 8);
+  simdgroup_store(x, y, 8);
 }

@@ -6,7 +6,15 @@ use lily_model::Shape;
 use super::{Builder, THREADS};
 use crate::device::{Bound, Dispatch, KernelSpec, Pass, Pipeline, Slice};
 
-const FILE: (&str, &str) = ("attention.metal", include_str!("attention.metal"));
+const FILE: (&str, &str) = (
+    "attention.metal",
+    concat!(
+        "#line 1 \"heads.metal\"\n",
+        include_str!("heads.metal"),
+        "#line 1 \"attention.metal\"\n",
+        include_str!("attention.metal")
+    ),
+);
 /// Dimensions of a head that one threadgroup of the second kernel makes, as attention.metal has it.
 const COMBINED: usize = 64;
 /// Keys below which a stretch is not divided: eight rounds of four.

@@ -12,16 +12,38 @@ constant uint SLICE_COLUMNS = LANES * LANE_COLUMNS;
 constant uint STREAM_ROWS = 8;
 constant uint STREAM_GROUPS = HIDDEN / STREAM_ROWS;
 
+// Rows of x in one tile of a matrix product over many tokens.
+constant uint TILE_ROWS = 64;
+// Tokens that the delta rule takes at a time over many tokens.
+constant uint CHUNK = 64;
+
 inline float bf16(ushort bits) { return as_type<float>(uint(bits) << 16); }
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
 inline float silu(float x) { return x / (1.0f + exp(-x)); }
 
+// log(1 + x) for x >= 0, exact where 1 + x is not.
+inline float log_of_1_plus(float x) {
+  const float sum = 1.0f + x;
+  return sum == 1.0f ? x : x * (log(sum) / (sum - 1.0f));
+}
+
+// exp(-rate * softplus(a)): what is left of a delta state after a token. Reference: `decay`.
+inline float decay_of(float a, float rate) { return exp(-rate * (max(a, 0.0f) + log_of_1_plus(exp(-fabs(a))))); }
+
 // The sum over all lanes, in every lane, in an order that is the same on every device; that of simd_sum is Apple's own.
 inline float sum_lanes(float x) {
   for (ushort mask = LANES / 2; mask > 0; mask /= 2) x += simd_shuffle_xor(x, mask);
   return x;
+}
+
+// The sum over all threads of a threadgroup of SIMDS simdgroups, in every thread, in the same order everywhere.
+inline float sum_group(float x, uint simd, ushort lane, threadgroup float (&partial)[SIMDS]) {
+  const float sum = sum_lanes(x);
+  if (lane == 0) partial[simd] = sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return (partial[0] + partial[1]) + (partial[2] + partial[3]);
 }
 
 // Arrays that are to stay in registers are indexed by constants only, so loops over them are unrolled.
@@ -89,6 +111,22 @@ inline void load_inputs(thread Inputs& in, device const float* x, uint column, f
 
 inline void load_inputs_q4(thread Inputs& in, device const float* x, uint column, float scale) {
   load_inputs(in, x, column, scale, 0.0625f);
+}
+
+// scale * code + bias of eight columns.
+inline void dequantize_q4(uint codes, float scale, float bias, thread float4& low, thread float4& high) {
+  const half2 c04 = halves(codes & 0x000f000fu), c15 = halves(codes & 0x00f000f0u);
+  codes >>= 8;
+  const half2 c26 = halves(codes & 0x000f000fu), c37 = halves(codes & 0x00f000f0u);
+  const float odd = scale * 0.0625f;
+  low = float4(fma(float(c04.x), scale, bias), fma(float(c15.x), odd, bias), fma(float(c26.x), scale, bias), fma(float(c37.x), odd, bias));
+  high = float4(fma(float(c04.y), scale, bias), fma(float(c15.y), odd, bias), fma(float(c26.y), scale, bias), fma(float(c37.y), odd, bias));
+}
+
+// The same of four columns of 8 bits.
+inline float4 dequantize_q8(uint codes, float scale, float bias) {
+  const half2 c02 = halves(codes & 0x00ff00ffu), c13 = halves((codes >> 8) & 0x00ff00ffu);
+  return float4(fma(float(c02.x), scale, bias), fma(float(c13.x), scale, bias), fma(float(c02.y), scale, bias), fma(float(c13.y), scale, bias));
 }
 
 // sum of code * x over eight columns

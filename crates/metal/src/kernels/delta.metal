@@ -16,12 +16,6 @@ constant uint KEYS = DELTA_HEAD_DIM / LANES;
 constant uint VALUES = DELTA_HEAD_DIM / (SIMDS * SIMDS);
 static_assert(KEYS == 4 && VALUES == 8 && CONV_TAPS == 4, "a lane holds four keys, sixteen sums meet in sixteen pairs of lanes");
 
-// log(1 + x) for x >= 0, exact where 1 + x is not.
-inline float log_of_1_plus(float x) {
-  const float sum = 1.0f + x;
-  return sum == 1.0f ? x : x * (log(sum) / (sum - 1.0f));
-}
-
 inline float4 conv4(device const float* ring, device const float* taps, uint position, uint channel) {
   float4 sum = float4(0.0f);
   for (uint j = 0; j < CONV_TAPS; j++) {
@@ -50,7 +44,7 @@ inline float4 conv4(device const float* ring, device const float* taps, uint pos
 
   const float beta = sigmoid(zba[DELTA_VALUE_WIDTH + head]);
   const float a = zba[DELTA_VALUE_WIDTH + DELTA_VALUE_HEADS + head] + dt_bias[head];
-  const float decay = exp(-rates[head] * (max(a, 0.0f) + log_of_1_plus(exp(-fabs(a)))));
+  const float decay = decay_of(a, rates[head]);
 
   device float4* rows = state + (head * DELTA_HEAD_DIM + first_row) * LANES + lane;
   float4 old[VALUES];

@@ -1,12 +1,18 @@
 //! The kernels: each family's shader, with the wrapper that plans and encodes it beside it.
 //!
+//! Kernels of one token and kernels of many, `*_rows` and `gemm`, `route`, share what stands in `common`, `choice` and `heads`.
 //! A wrapper is made once, at load: it knows its pipeline and its grid. Encoding checks nothing.
 
 pub(crate) mod attention;
+pub(crate) mod attention_rows;
 pub(crate) mod delta;
+pub(crate) mod delta_rows;
 pub(crate) mod embed;
+pub(crate) mod gemm;
 pub(crate) mod gemv;
 pub(crate) mod moe;
+pub(crate) mod route;
+pub(crate) mod rows;
 #[cfg(test)]
 mod tests;
 
@@ -79,19 +85,47 @@ fn slices(inputs: usize) -> usize {
 pub(crate) struct Builder<'a> {
     gpu: &'a mut dyn Gpu,
     prelude: String,
+    /// Where it is written down what becomes of each pipeline, if none is to be run: then a failed one does not stop the others.
+    survey: Option<Vec<KernelReport>>,
+}
+
+/// What became of one pipeline.
+#[derive(Clone, Debug)]
+pub struct KernelReport {
+    /// The file and the kernel in it, with its function constants.
+    pub name: String,
+    /// Why the device does not take it, if it does not.
+    pub error: Option<String>,
 }
 
 impl<'a> Builder<'a> {
     pub(crate) fn new(gpu: &'a mut dyn Gpu, shape: &Shape, kv: KvDtype) -> Builder<'a> {
-        Builder { gpu, prelude: prelude(shape, kv) }
+        Builder { gpu, prelude: prelude(shape, kv), survey: None }
+    }
+
+    /// One that only writes down what becomes of pipelines.
+    pub(crate) fn survey(gpu: &'a mut dyn Gpu, shape: &Shape, kv: KvDtype) -> Builder<'a> {
+        Builder { survey: Some(Vec::new()), ..Builder::new(gpu, shape, kv) }
+    }
+
+    /// What became of the pipelines.
+    pub(crate) fn reports(self) -> Vec<KernelReport> {
+        self.survey.unwrap_or_default()
     }
 
     /// A kernel of the file `name`.
     fn pipeline(&mut self, (name, text): (&'static str, &str), spec: KernelSpec<'_>) -> Result<Pipeline> {
         let common = include_str!("common.metal");
-        let Builder { gpu, prelude } = self;
+        let Builder { gpu, prelude, survey } = self;
         let text = format!("{prelude}#line 1 \"common.metal\"\n{common}#line 1 \"{name}\"\n{text}");
-        gpu.pipeline(&Source { name, text }, &spec)
+        let made = gpu.pipeline(&Source { name, text }, &spec);
+        let Some(reports) = survey else { return made };
+        let constants: Vec<String> = spec.constants.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        reports.push(KernelReport {
+            name: format!("{name} {} {}", spec.kernel, constants.join(" ")).trim_end().to_owned(),
+            error: made.as_ref().err().map(ToString::to_string),
+        });
+        Ok(made.unwrap_or(Pipeline(u32::MAX)))
     }
 }
 

@@ -3,7 +3,6 @@
 // The choice itself takes no kernel: each threadgroup of the second one repeats it from the logits, as far as its own expert.
 // The shared expert is one more expert behind the chosen ones.
 
-constant uint EXPERTS_PER_LANE = (EXPERTS + LANES - 1) / LANES;
 // Simdgroups that share rows of `gemv_q8_router` and `experts_gate_up`: 1, 2 or 4.
 constant uint SLICES = HIDDEN <= SLICE_COLUMNS ? 1 : HIDDEN <= 2 * SLICE_COLUMNS ? 2 : 4;
 constant uint ROUTER_ROWS = 2;
@@ -43,35 +42,6 @@ constant uint GROUP_PAIRS = SIMDS / SLICES * PAIRS;
   logits[output] = total * scale;
 }
 
-struct Choice {
-  float logit;
-  uint expert;
-};
-
-// The highest logit among those not taken, the lowest expert on ties, the same in every lane; marks it as taken. Lane l
-// holds experts l, l + 32, ... A NaN counts as minus infinity, so that whatever is chosen is an expert.
-inline Choice take_highest(thread const float (&logits)[EXPERTS_PER_LANE], thread uint& taken, ushort lane) {
-  Choice best = {-INFINITY, EXPERTS};
-  UNROLL for (uint i = 0; i < EXPERTS_PER_LANE; i++) {
-    const uint expert = i * LANES + lane;
-    if (expert >= EXPERTS || (taken >> i & 1) != 0) continue;
-    if (best.expert == EXPERTS || logits[i] > best.logit) {
-      best.logit = logits[i];
-      best.expert = expert;
-    }
-  }
-  for (ushort mask = LANES / 2; mask > 0; mask /= 2) {
-    const float logit = simd_shuffle_xor(best.logit, mask);
-    const uint expert = simd_shuffle_xor(best.expert, mask);
-    if (logit > best.logit || (logit == best.logit && expert < best.expert)) {
-      best.logit = logit;
-      best.expert = expert;
-    }
-  }
-  if (best.expert % LANES == lane) taken |= 1u << (best.expert / LANES);
-  return best;
-}
-
 // act = silu(gate x) * (up x) for the chosen experts and the shared one, x = rms_norm(h).
 // codes: 4 bits, [EXPERTS, gate and up, EXPERT_WIDTH, HIDDEN], then the shared expert's [gate and up, SHARED_WIDTH, HIDDEN]
 // x: [HIDDEN]; squares: [STREAM_GROUPS]; logits: [EXPERTS + 1]
@@ -91,10 +61,7 @@ inline Choice take_highest(thread const float (&logits)[EXPERTS_PER_LANE], threa
   // The first threadgroup of the shared expert writes the whole choice down.
   const uint rounds = routed ? group / expert_groups + 1 : group == routed_groups ? EXPERTS_PER_TOKEN : 0;
   float mine[EXPERTS_PER_LANE];
-  UNROLL for (uint i = 0; i < EXPERTS_PER_LANE; i++) {
-    const float logit = i * LANES + lane < EXPERTS ? logits[i * LANES + lane] : -INFINITY;
-    mine[i] = isnan(logit) ? -INFINITY : logit;
-  }
+  load_logits(mine, logits, lane);
   Choice choices[EXPERTS_PER_TOKEN];
   uint taken = 0, expert = 0;
   for (uint i = 0; i < rounds; i++) {
@@ -102,13 +69,7 @@ inline Choice take_highest(thread const float (&logits)[EXPERTS_PER_LANE], threa
     expert = choices[i].expert;
   }
   if (!routed && rounds > 0 && simd == 0 && lane == 0) {
-    float total = 0;
-    for (uint i = 0; i < EXPERTS_PER_TOKEN; i++) total += exp(choices[i].logit - choices[0].logit);
-    for (uint i = 0; i < EXPERTS_PER_TOKEN; i++) {
-      chosen[i] = choices[i].expert;
-      weights[i] = exp(choices[i].logit - choices[0].logit) / total;
-    }
-    weights[EXPERTS_PER_TOKEN] = sigmoid(logits[EXPERTS]);
+    write_choice(choices, logits, chosen, weights);
   }
 
   const Matrix m = {codes, scales, biases, HIDDEN};

@@ -6,7 +6,15 @@ use lily_model::Shape;
 use super::{Builder, Matrix, SIMDS, Stream, THREADS, slices, stream_groups};
 use crate::device::{Bound, Dispatch, KernelSpec, Pass, Pipeline, Slice};
 
-const FILE: (&str, &str) = ("moe.metal", include_str!("moe.metal"));
+const FILE: (&str, &str) = (
+    "moe.metal",
+    concat!(
+        "#line 1 \"choice.metal\"\n",
+        include_str!("choice.metal"),
+        "#line 1 \"moe.metal\"\n",
+        include_str!("moe.metal")
+    ),
+);
 /// Router rows of a simdgroup, as moe.metal has it.
 const ROUTER_ROWS: usize = 2;
 /// Gate rows of a simdgroup, as moe.metal has it.

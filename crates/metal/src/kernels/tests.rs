@@ -1,14 +1,18 @@
-//! Each kernel against its function in `lily_reference::ops`, in three orders of work that have to give the same bits.
+//! Each kernel against its function in `lily_reference::ops`, in three orders of work that have to give the same bits. Those of
+//! many tokens are in `many`.
+
+mod many;
 
 use lily_backend::Result;
 use lily_backend::conformance::cases::{
-    ATTENTION, DELTA, F32_FORMULA, F32_RECURRENCE, F32_SUMS, Generator, LINEAR, ROUTES, assert_close, round_to_bf16,
+    ATTENTION, AttentionCase, DELTA, DeltaCase, F32_FORMULA, F32_RECURRENCE, F32_SUMS, Generator, LINEAR, ROUTES,
+    Tolerance, assert_close, round_to_bf16,
 };
 use lily_model::{Bits, Mlp, MoeWeights, QuantMatrix, Shape};
 use lily_reference::ops;
 
 use super::gemv::{Candidates, Gemv, Head, NO_ID, Residual, ResidualArgs};
-use super::moe::{Moe, Routed};
+use super::moe::{Experts, Moe, Routed};
 use super::{Builder, Matrix, Stream, attention, delta, embed, stream_groups};
 use crate::device::{Gpu, Pass, Slice, float_bytes, read_words};
 use crate::emulated::Emulated;
@@ -89,8 +93,7 @@ impl Bench {
     }
 
     fn run(&mut self) {
-        let commands = std::mem::take(&mut self.pass).commands;
-        let commit = self.gpu.commit(commands).expect("accepted");
+        let commit = self.pass.commit(&mut self.gpu).expect("accepted").expect("something to run");
         self.gpu.wait(commit).expect("run without a fault");
     }
 
@@ -284,6 +287,44 @@ fn moe_weights(g: &mut Generator, shape: &Shape) -> MoeWeights {
     }
 }
 
+/// What becomes of one token in a mixture of experts.
+struct MoeRow {
+    logits: Vec<f32>,
+    ids: Vec<usize>,
+    shares: Vec<f32>,
+    /// `[chosen experts, expert width]`.
+    routed_act: Vec<f32>,
+    shared_act: Vec<f32>,
+    /// `[hidden]`.
+    added: Vec<f32>,
+}
+
+fn moe_row(weights: &MoeWeights, x: &[f32], chosen: usize) -> MoeRow {
+    let logits = ops::linear(x, &weights.router);
+    let shared_gate = ops::linear(x, &weights.shared_gate)[0];
+    let (ids, shares): (Vec<usize>, Vec<f32>) = ops::route(&logits, chosen).into_iter().unzip();
+    let inner = |mlp: &Mlp, x: &[f32], ids: &[usize]| {
+        ops::swiglu(&ops::expert_linear(x, &mlp.gate, ids), &ops::expert_linear(x, &mlp.up, ids))
+    };
+    let routed_act = inner(&weights.experts, &x.repeat(chosen), &ids);
+    let shared_act = inner(&weights.shared, x, &[0]);
+    let mut added = vec![0.0; x.len()];
+    let outputs = ops::expert_linear(&routed_act, &weights.experts.down, &ids);
+    let outputs = outputs.chunks_exact(x.len()).zip(shares.iter().copied());
+    let shared = ops::linear(&shared_act, &weights.shared.down);
+    for (y, share) in outputs.chain([(&shared[..], ops::sigmoid(shared_gate))]) {
+        added.iter_mut().zip(y).for_each(|(h, y)| *h += share * y);
+    }
+    MoeRow { logits, ids, shares, routed_act, shared_act, added }
+}
+
+fn placed_experts(bench: &mut Bench, weights: &MoeWeights) -> Result<Experts> {
+    let all = weights.experts.gate.total_bytes() * 3 + weights.shared.gate.total_bytes() * 3;
+    let routers = weights.router.total_bytes() + weights.shared_gate.total_bytes();
+    let mut arena = Arena::new(&mut bench.gpu, all + routers, "experts")?;
+    experts(&mut bench.gpu, &mut arena, weights)
+}
+
 fn routed_room(bench: &mut Bench, shape: &Shape) -> Routed {
     Routed {
         logits: bench.room(4 * (shape.experts + 1)),
@@ -309,28 +350,11 @@ fn experts_are_chosen_and_computed_as_in_the_reference() {
         let weights = moe_weights(&mut g, &shape);
         let (x, residual) = (g.values(hidden, 1.0), g.values(hidden, 1.0));
         let gain = gain(&mut g, hidden);
-        let logits = ops::linear(&x, &weights.router);
-        let shared_gate = ops::linear(&x, &weights.shared_gate)[0];
-        let (ids, shares): (Vec<usize>, Vec<f32>) = ops::route(&logits, chosen).into_iter().unzip();
-        let repeated = x.repeat(chosen);
-        let inner = |mlp: &Mlp, x: &[f32], ids: &[usize]| {
-            ops::swiglu(&ops::expert_linear(x, &mlp.gate, ids), &ops::expert_linear(x, &mlp.up, ids))
-        };
-        let routed_act = inner(&weights.experts, &repeated, &ids);
-        let shared_act = inner(&weights.shared, &x, &[0]);
-        let mut expected = residual.clone();
-        let outputs = ops::expert_linear(&routed_act, &weights.experts.down, &ids);
-        let outputs = outputs.chunks_exact(hidden).zip(shares.iter().copied());
-        let shared = ops::linear(&shared_act, &weights.shared.down);
-        for (y, share) in outputs.chain([(&shared[..], ops::sigmoid(shared_gate))]) {
-            expected.iter_mut().zip(y).for_each(|(h, y)| *h += share * y);
-        }
+        let MoeRow { logits, ids, shares, routed_act, shared_act, added } = moe_row(&weights, &x, chosen);
+        let expected: Vec<f32> = residual.iter().zip(&added).map(|(h, y)| h + y).collect();
         in_every_order(|bench| {
             let kernel = Moe::plan(&mut bench.builder(&shape, KvDtype::F32), &shape)?;
-            let all = weights.experts.gate.total_bytes() * 3 + weights.shared.gate.total_bytes() * 3;
-            let routers = weights.router.total_bytes() + weights.shared_gate.total_bytes();
-            let mut arena = Arena::new(&mut bench.gpu, all + routers, "experts")?;
-            let experts = experts(&mut bench.gpu, &mut arena, &weights)?;
+            let experts = placed_experts(bench, &weights)?;
             let (stream, routed) = (bench.normed(&shape, &x, 1.0), routed_room(bench, &shape));
             let after = bench.stream(&shape, &residual);
             let gain_slice = bench.floats(&gain);
@@ -363,8 +387,7 @@ fn ties_and_damaged_router_logits_choose_experts_that_exist() {
         let is_sound = logits.iter().all(|logit| logit.is_finite());
         in_every_order(|bench| {
             let kernel = Moe::plan(&mut bench.builder(&shape, KvDtype::F32), &shape)?;
-            let mut arena = Arena::new(&mut bench.gpu, 1 << 20, "experts")?;
-            let experts = experts(&mut bench.gpu, &mut arena, &weights)?;
+            let experts = placed_experts(bench, &weights)?;
             let stream = bench.normed(&shape, &[0.5; 64], 1.0);
             let mut routed = routed_room(bench, &shape);
             routed.logits = bench.floats(&[&logits[..], &[0.25]].concat());
@@ -386,20 +409,35 @@ fn ties_and_damaged_router_logits_choose_experts_that_exist() {
     }
 }
 
-#[test]
-#[ignore = "needs clang-19; .ci/run installs it and runs them"]
-fn the_delta_rule_is_that_of_the_reference_token_after_token() {
-    const D: usize = Shape::DELTA_HEAD_DIM;
-    for (seed, case) in DELTA.iter().enumerate() {
+/// A case of the delta rule with what should come of it.
+struct DeltaData {
+    shape: Shape,
+    /// `[4, conv width]`, the newest tap last.
+    taps: Vec<f32>,
+    rates: Vec<f32>,
+    dt_bias: Vec<f32>,
+    norm: Vec<f32>,
+    /// `[tokens, conv width]`.
+    inputs: Vec<f32>,
+    /// `[tokens, value width + 2 * value heads]`.
+    zba: Vec<f32>,
+    /// `[tokens, value width]`: normed and gated.
+    expected: Vec<f32>,
+    state: Vec<f32>,
+}
+
+impl DeltaData {
+    fn new(case: &DeltaCase, seed: u64) -> DeltaData {
+        const D: usize = Shape::DELTA_HEAD_DIM;
         let shape = Shape { delta_key_heads: case.key_heads, delta_value_heads: case.value_heads, ..SHAPE };
         let (conv, values, heads) = (shape.conv_width(), shape.delta_value_width(), case.value_heads);
-        let mut g = Generator::new(seed as u64);
+        let mut g = Generator::new(seed);
         let (taps, norm) = (g.values(4 * conv, 0.5), gain(&mut g, D));
         let (a_log, dt_bias) = (g.values(heads, 1.0), g.values(heads, 1.0));
         let inputs = g.values(case.tokens * conv, 1.0);
         let zba = g.values(case.tokens * (values + 2 * heads), 2.0);
         let mut history = vec![0.0; 3 * conv];
-        let mut states = vec![0.0; shape.delta_state_len()];
+        let mut state = vec![0.0; shape.delta_state_len()];
         let mut expected = Vec::new();
         for (u, zba) in inputs.chunks_exact(conv).zip(zba.chunks_exact(values + 2 * heads)) {
             let mixed = ops::conv_step(&mut history, u, &taps);
@@ -413,27 +451,49 @@ fn the_delta_rule_is_that_of_the_reference_token_after_token() {
                     decay: ops::decay(ba[heads + head], a_log[head], dt_bias[head]),
                     beta: ops::sigmoid(ba[head]),
                 };
-                let o = ops::delta_step(&mut states[head * D * D..][..D * D], input);
+                let o = ops::delta_step(&mut state[head * D * D..][..D * D], input);
                 expected.extend(ops::gated_norm(&o, &z[head * D..][..D], &norm, shape.rms_eps));
             }
         }
-        let by_age: Vec<f32> = (0..4).flat_map(|tap| taps.iter().skip(tap).step_by(4).copied()).collect();
-        let rates: Vec<f32> = a_log.iter().map(|a| a.exp()).collect();
+        let taps = (0..4).flat_map(|tap| taps.iter().skip(tap).step_by(4).copied()).collect();
+        let rates = a_log.iter().map(|a| a.exp()).collect();
+        DeltaData { shape, taps, rates, dt_bias, norm, inputs, zba, expected, state }
+    }
+
+    fn vectors(&self, bench: &mut Bench) -> delta::DeltaVectors {
+        delta::DeltaVectors {
+            taps: bench.floats(&self.taps),
+            rates: bench.floats(&self.rates),
+            dt_bias: bench.floats(&self.dt_bias),
+            norm: bench.floats(&self.norm),
+        }
+    }
+
+    /// Inputs and z, b, a of some tokens.
+    fn part(&self, tokens: std::ops::Range<usize>) -> [&[f32]; 2] {
+        let (conv, zba) = (self.shape.conv_width(), self.shape.delta_value_width() + 2 * self.shape.delta_value_heads);
+        [&self.inputs[tokens.start * conv..tokens.end * conv], &self.zba[tokens.start * zba..tokens.end * zba]]
+    }
+}
+
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn the_delta_rule_is_that_of_the_reference_token_after_token() {
+    const D: usize = Shape::DELTA_HEAD_DIM;
+    for (seed, case) in DELTA.iter().enumerate() {
+        let data = DeltaData::new(case, seed as u64);
+        let shape = &data.shape;
+        let (conv, values, heads) = (shape.conv_width(), shape.delta_value_width(), case.value_heads);
         let got = in_every_order(|bench| {
-            let kernel = delta::Delta::plan(&mut bench.builder(&shape, KvDtype::F32), &shape)?;
-            let vectors = delta::DeltaVectors {
-                taps: bench.floats(&by_age),
-                rates: bench.floats(&rates),
-                dt_bias: bench.floats(&dt_bias),
-                norm: bench.floats(&norm),
-            };
+            let kernel = delta::Delta::plan(&mut bench.builder(shape, KvDtype::F32), shape)?;
+            let vectors = data.vectors(bench);
             let ring = bench.floats(&vec![0.0; 4 * conv]);
             let state = bench.floats(&vec![0.0; shape.delta_state_len()]);
             let (out, squares) = (bench.room(4 * values), bench.room(16 * heads));
             let mut got = Vec::new();
-            for (position, u) in inputs.chunks_exact(conv).enumerate() {
-                let own = &zba[position * (values + 2 * heads)..][..values + 2 * heads];
-                let zba = bench.floats(own);
+            for position in 0..case.tokens {
+                let [u, zba] = data.part(position..position + 1);
+                let zba = bench.floats(zba);
                 bench.gpu.write(ring.nth(position % 4, 4 * conv), &float_bytes(u))?;
                 kernel.encode(
                     &mut bench.pass,
@@ -447,10 +507,99 @@ fn the_delta_rule_is_that_of_the_reference_token_after_token() {
                     got.extend(o.iter().map(|o| o * scale));
                 }
             }
-            assert_close(&bench.read(state), &states, F32_RECURRENCE, &format!("{case:?}, state"));
+            assert_close(&bench.read(state), &data.state, F32_RECURRENCE, &format!("{case:?}, state"));
             Ok(got)
         });
-        assert_close(&got, &expected, F32_RECURRENCE, &format!("{case:?}"));
+        assert_close(&got, &data.expected, F32_RECURRENCE, &format!("{case:?}"));
+    }
+}
+
+/// A case of attention with what should come of it.
+struct AttentionData {
+    shape: Shape,
+    capacity: usize,
+    query_norm: Vec<f32>,
+    key_norm: Vec<f32>,
+    /// Keys and values `[tokens before, kv heads, 256]`.
+    context: [Vec<f32>; 2],
+    /// `[tokens, query heads, query and gate, 256]`.
+    query_gate: Vec<f32>,
+    /// `[tokens, k and v, kv heads, 256]`.
+    key_value: Vec<f32>,
+    /// `[tokens, query heads, 256]`.
+    expected: Vec<f32>,
+}
+
+/// A new key may round to the other neighbour: 2^-9 of one key's part in a score.
+const BF16_KEYS: Tolerance = Tolerance { value: 2e-3, reason: "BF16 keys" };
+
+fn kv_tolerance(kv: KvDtype) -> Tolerance {
+    match kv {
+        KvDtype::F32 => F32_SUMS,
+        KvDtype::Bf16 => BF16_KEYS,
+    }
+}
+
+impl AttentionData {
+    fn new(case: &AttentionCase, kv: KvDtype, seed: u64) -> AttentionData {
+        const D: usize = Shape::HEAD_DIM;
+        let shape = Shape { query_heads: case.query_heads, kv_heads: case.kv_heads, ..SHAPE };
+        let mut g = Generator::new(seed);
+        let (query_norm, key_norm) = (gain(&mut g, D), gain(&mut g, D));
+        let rounded = |x: Vec<f32>| match kv {
+            KvDtype::F32 => x,
+            KvDtype::Bf16 => x.into_iter().map(round_to_bf16).collect(),
+        };
+        // Rows [token, kv head, 256] of the context; those of the new tokens are computed.
+        let mut keys = rounded(g.values(case.position * shape.kv_width(), 1.0));
+        let mut values = rounded(g.values(case.position * shape.kv_width(), 1.0));
+        let context = [keys.clone(), values.clone()];
+        let query_gate = g.values(case.tokens * 2 * shape.query_width(), 1.0);
+        let key_value = g.values(case.tokens * 2 * shape.kv_width(), 1.0);
+        let mut expected = Vec::new();
+        for token in 0..case.tokens {
+            let position = case.position + token;
+            let normed = |head: &[f32], weight: &[f32]| {
+                let mut head = ops::rms_norm(head, weight, shape.rms_eps);
+                ops::rope(&mut head, position, shape.rope_theta);
+                head
+            };
+            let (k, v) = key_value[token * 2 * shape.kv_width()..][..2 * shape.kv_width()].split_at(shape.kv_width());
+            keys.extend(rounded(k.chunks_exact(D).flat_map(|head| normed(head, &key_norm)).collect()));
+            values.extend(rounded(v.to_vec()));
+            let rows = |all: &[f32], head: usize| -> Vec<Vec<f32>> {
+                all.chunks_exact(D).skip(head).step_by(case.kv_heads).map(<[f32]>::to_vec).collect()
+            };
+            let own = &query_gate[token * 2 * shape.query_width()..][..2 * shape.query_width()];
+            for (head, own) in own.chunks_exact(2 * D).enumerate() {
+                let kv_head = ops::shared_head(head, case.query_heads, case.kv_heads);
+                let (k, v) = (rows(&keys, kv_head), rows(&values, kv_head));
+                let k: Vec<&[f32]> = k.iter().map(Vec::as_slice).collect();
+                let v: Vec<&[f32]> = v.iter().map(Vec::as_slice).collect();
+                let out = ops::attention(&normed(&own[..D], &query_norm), &k, &v);
+                expected.extend(ops::attention_gate(&out, &own[D..]));
+            }
+        }
+        let capacity = case.position + case.tokens + 3;
+        AttentionData { shape, capacity, query_norm, key_norm, context, query_gate, key_value, expected }
+    }
+
+    /// Caches with the context, NaN wherever no key is.
+    fn caches(&self, bench: &mut Bench, kv: KvDtype) -> Result<[Slice; 2]> {
+        let row = Shape::HEAD_DIM * kv.bytes();
+        let plane = self.capacity * row;
+        let caches = [(); 2].map(|()| bench.room(self.shape.kv_heads * plane));
+        for (cache, rows) in caches.iter().zip(&self.context) {
+            for (i, values) in rows.chunks_exact(Shape::HEAD_DIM).enumerate() {
+                let (token, head) = (i / self.shape.kv_heads, i % self.shape.kv_heads);
+                let bytes: Vec<u8> = match kv {
+                    KvDtype::F32 => float_bytes(values),
+                    KvDtype::Bf16 => values.iter().flat_map(|x| ((x.to_bits() >> 16) as u16).to_le_bytes()).collect(),
+                };
+                bench.gpu.write(cache.part(head * plane + token * row, row), &bytes)?;
+            }
+        }
+        Ok(caches)
     }
 }
 
@@ -460,85 +609,34 @@ fn attention_is_that_of_the_reference_over_keys_that_are_there() {
     const D: usize = Shape::HEAD_DIM;
     for (seed, case) in ATTENTION.iter().enumerate() {
         for kv in [KvDtype::F32, KvDtype::Bf16] {
-            let shape = Shape { query_heads: case.query_heads, kv_heads: case.kv_heads, ..SHAPE };
-            let mut g = Generator::new(seed as u64);
-            let (query_norm, key_norm) = (gain(&mut g, D), gain(&mut g, D));
-            let tokens = case.position + case.tokens;
-            let capacity = tokens + 3;
-            let rounded = |x: Vec<f32>| match kv {
-                KvDtype::F32 => x,
-                KvDtype::Bf16 => x.into_iter().map(round_to_bf16).collect(),
-            };
-            // Rows [token, kv head, 256] of the context; those of the new tokens are computed.
-            let mut keys = rounded(g.values(case.position * shape.kv_width(), 1.0));
-            let mut values = rounded(g.values(case.position * shape.kv_width(), 1.0));
-            let context = [keys.clone(), values.clone()];
-            let query_gate = g.values(case.tokens * 2 * shape.query_width(), 1.0);
-            let key_value = g.values(case.tokens * 2 * shape.kv_width(), 1.0);
-            let mut expected = Vec::new();
-            for token in 0..case.tokens {
-                let position = case.position + token;
-                let normed = |head: &[f32], weight: &[f32]| {
-                    let mut head = ops::rms_norm(head, weight, shape.rms_eps);
-                    ops::rope(&mut head, position, shape.rope_theta);
-                    head
-                };
-                let (k, v) =
-                    key_value[token * 2 * shape.kv_width()..][..2 * shape.kv_width()].split_at(shape.kv_width());
-                keys.extend(rounded(k.chunks_exact(D).flat_map(|head| normed(head, &key_norm)).collect()));
-                values.extend(rounded(v.to_vec()));
-                let rows = |all: &[f32], head: usize| -> Vec<Vec<f32>> {
-                    all.chunks_exact(D).skip(head).step_by(case.kv_heads).map(<[f32]>::to_vec).collect()
-                };
-                let own = &query_gate[token * 2 * shape.query_width()..][..2 * shape.query_width()];
-                for (head, own) in own.chunks_exact(2 * D).enumerate() {
-                    let kv_head = ops::shared_head(head, case.query_heads, case.kv_heads);
-                    let (k, v) = (rows(&keys, kv_head), rows(&values, kv_head));
-                    let k: Vec<&[f32]> = k.iter().map(Vec::as_slice).collect();
-                    let v: Vec<&[f32]> = v.iter().map(Vec::as_slice).collect();
-                    let out = ops::attention(&normed(&own[..D], &query_norm), &k, &v);
-                    expected.extend(ops::attention_gate(&out, &own[D..]));
-                }
-            }
-            let encode = |values: &[f32]| -> Vec<u8> {
-                match kv {
-                    KvDtype::F32 => float_bytes(values),
-                    KvDtype::Bf16 => values.iter().flat_map(|x| ((x.to_bits() >> 16) as u16).to_le_bytes()).collect(),
-                }
-            };
+            let data = AttentionData::new(case, kv, seed as u64);
+            let shape = &data.shape;
             let got = in_every_order(|bench| {
-                let kernel = attention::Attention::plan(&mut bench.builder(&shape, kv), &shape)?;
-                // NaN wherever no key is.
-                let plane = capacity * D * kv.bytes();
-                let caches = [(); 2].map(|()| bench.room(shape.kv_heads * plane));
-                for (cache, rows) in caches.iter().zip(&context) {
-                    for (i, row) in rows.chunks_exact(D).enumerate() {
-                        let (token, head) = (i / case.kv_heads, i % case.kv_heads);
-                        let place = cache.part(head * plane + token * D * kv.bytes(), D * kv.bytes());
-                        bench.gpu.write(place, &encode(row))?;
-                    }
-                }
+                let kernel = attention::Attention::plan(&mut bench.builder(shape, kv), shape)?;
+                let [keys, values] = data.caches(bench, kv)?;
                 let splits = case.query_heads * attention::MOST_SPLITS;
                 let (outputs, maxima_sums) = (bench.room(4 * splits * D), bench.room(8 * splits));
-                let (query_norm, key_norm) = (bench.floats(&query_norm), bench.floats(&key_norm));
+                let (query_norm, key_norm) = (bench.floats(&data.query_norm), bench.floats(&data.key_norm));
                 let mut got = Vec::new();
-                for token in 0..case.tokens {
+                let own = data.query_gate.chunks_exact(2 * shape.query_width());
+                for (token, (query_gate, key_value)) in
+                    own.zip(data.key_value.chunks_exact(2 * shape.kv_width())).enumerate()
+                {
                     let position = case.position + token;
                     let out = bench.room(4 * shape.query_width());
                     let args = attention::Args {
-                        query_gate: bench
-                            .floats(&query_gate[token * 2 * shape.query_width()..][..2 * shape.query_width()]),
-                        key_value: bench.floats(&key_value[token * 2 * shape.kv_width()..][..2 * shape.kv_width()]),
+                        query_gate: bench.floats(query_gate),
+                        key_value: bench.floats(key_value),
                         query_norm,
                         key_norm,
                         angles: bench.floats(&crate::step::angles(position, shape.rope_theta)),
-                        keys: caches[0],
-                        values: caches[1],
+                        keys,
+                        values,
                         outputs,
                         maxima_sums,
                         out,
                         position,
-                        capacity,
+                        capacity: data.capacity,
                     };
                     kernel.encode(&mut bench.pass, &args);
                     bench.run();
@@ -552,12 +650,7 @@ fn attention_is_that_of_the_reference_over_keys_that_are_there() {
                 }
                 Ok(got)
             });
-            let tolerance = match kv {
-                KvDtype::F32 => F32_SUMS,
-                // A new key may round to the other neighbour: 2^-9 of one key's part in a score.
-                KvDtype::Bf16 => lily_backend::conformance::cases::Tolerance { value: 2e-3, reason: "BF16 keys" },
-            };
-            assert_close(&got, &expected, tolerance, &format!("{case:?}, {kv:?}"));
+            assert_close(&got, &data.expected, kv_tolerance(kv), &format!("{case:?}, {kv:?}"));
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::emulated::Emulated;
 use crate::{KvDtype, LoadOptions};
 
 fn load_with(checkpoint: &Checkpoint, kv: KvDtype, order: u32) -> MetalBackend<Emulated> {
-    let options = LoadOptions { kv, max_context: Some(1024), max_chunk: 64 };
+    let options = LoadOptions { kv, max_context: Some(1024), max_chunk: Some(160) };
     MetalBackend::load(Emulated::new(order), checkpoint, &options).expect("loaded")
 }
 
@@ -39,9 +39,10 @@ fn logits(backend: &mut dyn Backend, state: StateId, ids: &[u32]) -> Vec<f32> {
 }
 
 lily_backend::conformance_suite! {
-    // A prompt goes through the kernels of decode token by token, so nothing depends on how it is cut.
+    // Kernels of one token and of many sum f32 in other orders, so that a key or value may round to the other neighbour in BF16.
+    // Measured: 6.8e-4.
     #[ignore = "needs clang-19; .ci/run installs it and runs them"]
-    bf16_kv: Subject { load: || Box::new(load(KvDtype::Bf16, 7)), budget: 0.0 };
+    bf16_kv: Subject { load: &|| Box::new(load(KvDtype::Bf16, 7)), budget: 2e-3 };
 }
 
 /// Activations and sums are f32, whose budget is 2e-3. Measured: 2e-5, as far as the reference itself is from the goldens.
@@ -225,4 +226,18 @@ fn a_fault_of_the_device_is_an_error_at_wait_and_loses_the_state() {
     assert_eq!(backend.memory().scratch, scratch + logits, "those of a failed step are not");
     backend.reset_state(state).expect("reset");
     step(&mut backend, state, Input::Tokens(vec![1]), Want::Nothing);
+}
+
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn a_survey_names_every_kernel_and_goes_on_after_one_that_fails() {
+    let mut gpu = Emulated::new(0);
+    gpu.refuses = Some("delta_rows_scan");
+    let reports = crate::plan::survey(&mut gpu, &lily_synth::TINY, KvDtype::Bf16).expect("a survey");
+    for kernel in ["embed", "gemv_q4_head", "attention_rows", "gemm_q4_experts_swiglu INPUTS=256 OUTPUTS=128 SPLIT=128"]
+    {
+        assert!(reports.iter().any(|report| report.name.contains(kernel)), "{kernel} is missing in {reports:?}");
+    }
+    let failed: Vec<&str> = reports.iter().filter(|r| r.error.is_some()).map(|r| r.name.as_str()).collect();
+    assert_eq!(failed, ["delta_rows.metal delta_rows_scan"]);
 }

@@ -30,9 +30,12 @@ struct Block {
     sums: [[f32; TILE_TOKENS]; DEPTH],
 }
 
+/// # Safety
+/// [`Isa::Amx`](crate::device::Isa) was found.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-pub(super) fn gemm(w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>, rows: Range<usize>, out: Place<'_>) {
-    let registers = Registers::configure();
+pub(super) unsafe fn gemm(w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>, rows: Range<usize>, out: Place<'_>) {
+    // SAFETY: the caller's promise.
+    let registers = unsafe { Registers::configure() };
     let count = tokens.len();
     let mut band = [Tile::EMPTY; BAND];
     let mut block = Block {
@@ -62,8 +65,9 @@ pub(super) fn gemm(w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>, rows: Ran
                     block.set(t, x.row(tokens.start + from + t), group, depth);
                 }
                 for (tile, sums) in band[..tiles].iter().zip(&mut sums) {
-                    for g in 0..depth {
-                        registers.multiply(&block.values[g], &tile.codes[g], &mut products[g]);
+                    let groups = block.values.iter().zip(&tile.codes).zip(&mut products);
+                    for ((values, codes), products) in groups.take(depth) {
+                        registers.multiply(values, codes, products);
                     }
                     add(&products, tile, &block, &mut sums[from..from + some]);
                 }
@@ -126,8 +130,9 @@ struct Products([[[i32; TILE_ROWS]; TILE_TOKENS]; 2]);
 struct Registers(PhantomData<*const ()>);
 
 impl Registers {
-    /// Only where [`Isa::Amx`](crate::device::Isa) was found.
-    fn configure() -> Registers {
+    /// # Safety
+    /// [`Isa::Amx`](crate::device::Isa) was found.
+    unsafe fn configure() -> Registers {
         #[repr(align(64))]
         struct Config([u8; 64]);
         let mut config = Config([0; 64]);
@@ -136,7 +141,7 @@ impl Registers {
             config.0[16 + 2 * register] = STRIDE as u8;
             config.0[48 + register] = TILE_TOKENS as u8;
         }
-        // SAFETY: reads 64 bytes.
+        // SAFETY: the caller promises the instruction, which reads 64 bytes.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly, preserves_flags)) };
         Registers(PhantomData)
     }

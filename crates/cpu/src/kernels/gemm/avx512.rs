@@ -94,8 +94,7 @@ fn unpack8(rows: &[PackedRows<'_>; TILE_ROWS], group: usize, quads: &mut [[u8; 4
         // SAFETY: the bytes of a group.
         unsafe { bytes::<true>(codes.as_ptr()) }
     });
-    let halves =
-        [rows.map(|row| _mm512_castsi512_si256(row)), rows.map(|row| _mm512_extracti64x4_epi64::<1>(row))];
+    let halves = [rows.map(|row| _mm512_castsi512_si256(row)), rows.map(|row| _mm512_extracti64x4_epi64::<1>(row))];
     for (half, words) in halves.into_iter().enumerate() {
         for (v, words) in transpose(words).into_iter().enumerate() {
             put(&mut quads[8 * half + v], words);
@@ -184,7 +183,14 @@ fn multiply<const TOKENS: usize>(
 /// Adds the products of group `g` of the tile with the high and the low bytes of a token, whose scale and sum these are.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn add_group(held: __m512, tile: &Tile, g: usize, [high, low]: [__m512i; 2], scale: f32, sum: f32) -> __m512 {
+pub(super) fn add_group(
+    held: __m512,
+    tile: &Tile,
+    g: usize,
+    [high, low]: [__m512i; 2],
+    scale: f32,
+    sum: f32,
+) -> __m512 {
     // SAFETY: 16 floats each.
     let (scales, biases) =
         unsafe { (_mm512_loadu_ps(tile.scales[g].as_ptr()), _mm512_loadu_ps(tile.biases[g].as_ptr())) };

@@ -74,18 +74,12 @@ unsafe fn block<const TOKENS: usize, const EIGHT: bool, const WHOLE: bool>(
     for r in 0..2 {
         // SAFETY: the caller's promise.
         let (scale, bias) = unsafe {
-            (
-                widen_block::<WHOLE>(ranges[r].scales, at, count),
-                widen_block::<WHOLE>(ranges[r].biases, at, count),
-            )
+            (widen_block::<WHOLE>(ranges[r].scales, at, count), widen_block::<WHOLE>(ranges[r].biases, at, count))
         };
         for t in 0..TOKENS {
             // SAFETY: the caller promises a whole block.
             let (x_scale, x_sum) = unsafe {
-                (
-                    _mm256_loadu_ps(x[t].scales.as_ptr().add(first)),
-                    _mm256_loadu_ps(x[t].sums.as_ptr().add(first)),
-                )
+                (_mm256_loadu_ps(x[t].scales.as_ptr().add(first)), _mm256_loadu_ps(x[t].sums.as_ptr().add(first)))
             };
             // SAFETY: a block is eight floats and lies on a multiple of their size.
             unsafe { _mm256_store_ps(scales[r][t].0.as_mut_ptr(), _mm256_mul_ps(scale, x_scale)) };
