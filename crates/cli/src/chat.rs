@@ -160,8 +160,8 @@ impl Conversation {
         }
         self.messages.push(json!({
             "role": "assistant",
-            "reasoning_content": answer.thinking,
-            "content": answer.answer,
+            "reasoning_content": answer.reply.reasoning,
+            "content": answer.reply.content,
         }));
         self.last = Some(answer.finished);
         Ok(())

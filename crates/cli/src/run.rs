@@ -25,7 +25,7 @@ pub struct RunArgs {
     #[arg(long)]
     no_think: bool,
     /// Tools that the model may call: a JSON file with a list in the format of OpenAI's API. Calls are printed as JSON, one
-    /// per line, and not run.
+    /// per line, and not run; one that the end of the answer cut says so.
     #[arg(long, value_name = "FILE", conflicts_with = "raw")]
     tools: Option<PathBuf>,
     /// Continue the prompt as it stands: no chat template. Control tokens in it count.

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use lily_engine::{
-    CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, Part, Prompt, Sampling, Session,
-    TOOL_CALL_OPEN, TextModel, ThinkSplitter, split_tool_calls,
+    CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, Prompt, Reply, ReplyEvent, ReplyParser,
+    Sampling, Session, TextModel,
 };
 use serde_json::{Value, json};
 
@@ -26,10 +26,8 @@ pub struct Talk {
 
 /// A finished answer.
 pub struct Answer {
-    /// The text of the think block.
-    pub thinking: String,
-    /// The answer itself.
-    pub answer: String,
+    /// What it says.
+    pub reply: Reply,
     /// Why it ended, and the counts.
     pub finished: Finished,
 }
@@ -44,7 +42,7 @@ impl Talk {
         Ok(Talk { text, engine, session, cancel: CancelSlot::install()? })
     }
 
-    /// Streams an answer: thinking to stderr, dimmed on a terminal, the answer to stdout, calls of `tools` (a list, or
+    /// Streams an answer: reasoning to stderr, dimmed on a terminal, content to stdout, calls of `tools` (a list, or
     /// null) at its end as one JSON object per line.
     pub fn answer(&mut self, prompt: &Prompt, sampling: &SamplingArgs, tools: &Value) -> anyhow::Result<Answer> {
         let request = GenerateRequest {
@@ -72,9 +70,9 @@ impl Talk {
         }
         progress.finish_and_clear();
         self.cancel.disarm();
-        let (thinking, answer) = printer.finish()?;
+        let reply = printer.finish()?;
         let finished = finished.ok_or_else(|| anyhow::anyhow!("the engine ended an answer without saying why"))?;
-        Ok(Answer { thinking, answer, finished })
+        Ok(Answer { reply, finished })
     }
 
     /// The counts of an answer in one line for stderr.
@@ -130,93 +128,59 @@ fn prompt_progress() -> ProgressBar {
     bar
 }
 
-/// Streams both parts of an answer and keeps them.
-struct Printer<'a> {
-    splitter: ThinkSplitter,
+/// Streams an answer and keeps it.
+struct Printer {
+    parser: ReplyParser,
     dimmed: Dimmed<std::io::Stderr>,
-    tools: &'a Value,
-    thinking: String,
-    answer: String,
-    /// Bytes of `answer` that were printed.
-    printed: usize,
+    reply: Reply,
 }
 
-impl Printer<'_> {
-    fn new(in_thinking: bool, tools: &Value) -> Printer<'_> {
+impl Printer {
+    fn new(in_thinking: bool, tools: &Value) -> Printer {
         Printer {
-            splitter: ThinkSplitter::new(in_thinking),
+            parser: ReplyParser::new(in_thinking, tools),
             dimmed: Dimmed::new(std::io::stderr()),
-            tools,
-            thinking: String::new(),
-            answer: String::new(),
-            printed: 0,
+            reply: Reply::default(),
         }
     }
 
     fn push(&mut self, text: &str) -> std::io::Result<()> {
-        for part in self.splitter.push(text) {
-            self.take(part)?;
+        let events = self.parser.push(text);
+        self.print(events)
+    }
+
+    fn print(&mut self, events: Vec<ReplyEvent>) -> std::io::Result<()> {
+        for event in &events {
+            match event {
+                ReplyEvent::Reasoning(text) => self.dimmed.write(text)?,
+                ReplyEvent::Content(text) => {
+                    self.dimmed.finish()?;
+                    let mut stdout = std::io::stdout().lock();
+                    stdout.write_all(text.as_bytes())?;
+                    stdout.flush()?;
+                }
+                _ => (),
+            }
         }
+        self.reply.extend(events);
         Ok(())
     }
 
-    fn take(&mut self, part: Part) -> std::io::Result<()> {
-        match part {
-            Part::Thinking(text) => {
-                self.dimmed.write(&text)?;
-                self.thinking.push_str(&text);
-                Ok(())
-            }
-            Part::Answer(text) => {
-                self.dimmed.finish()?;
-                self.answer.push_str(&text);
-                let certain = if self.tools.is_null() { self.answer.len() } else { before_calls(&self.answer) };
-                self.print_to(certain)
-            }
-        }
-    }
-
-    /// Prints the answer up to byte `end`.
-    fn print_to(&mut self, end: usize) -> std::io::Result<()> {
-        let mut stdout = std::io::stdout().lock();
-        stdout.write_all(&self.answer.as_bytes()[self.printed..end])?;
-        self.printed = end;
-        stdout.flush()
-    }
-
-    fn finish(mut self) -> anyhow::Result<(String, String)> {
-        if let Some(part) = self.splitter.finish() {
-            self.take(part)?;
-        }
+    fn finish(mut self) -> anyhow::Result<Reply> {
+        let (events, _) = self.parser.finish();
+        self.print(events)?;
         self.dimmed.finish()?;
-        let (text, calls) = match self.tools {
-            Value::Null => (String::new(), Vec::new()),
-            tools => split_tool_calls(&self.answer, tools),
-        };
-        if calls.is_empty() {
-            self.print_to(self.answer.len())?;
-        }
         let mut stdout = std::io::stdout().lock();
-        if self.printed > 0 && !self.answer[..self.printed].ends_with('\n') {
+        let content = &self.reply.content;
+        if !content.is_empty() && !content.ends_with('\n') {
             writeln!(stdout)?;
         }
-        for call in &calls {
-            writeln!(stdout, "{}", json!({"name": call.name, "arguments": call.arguments}))?;
+        for call in &self.reply.calls {
+            let cut = if call.complete { "" } else { ",\"complete\":false" };
+            writeln!(stdout, "{{\"name\":{},\"arguments\":{}{cut}}}", json!(call.name), call.arguments)?;
         }
-        drop(stdout);
-        let answer = if calls.is_empty() { self.answer } else { text };
-        Ok((self.thinking, answer))
+        Ok(self.reply)
     }
-}
-
-/// Bytes of an answer that are certainly before its first tool call: all but the opening tag, or a start of it at the
-/// very end, and the white space before.
-fn before_calls(answer: &str) -> usize {
-    let open = answer.find(TOOL_CALL_OPEN).unwrap_or_else(|| {
-        let starts = (1..TOOL_CALL_OPEN.len()).rev().map(|n| &TOOL_CALL_OPEN[..n]);
-        answer.len() - starts.into_iter().find(|start| answer.ends_with(start)).map_or(0, str::len)
-    });
-    answer[..open].trim_end().len()
 }
 
 /// Where Ctrl-C finds the answer that it stops. Pressed while none runs, or twice, it ends the program.

@@ -33,8 +33,8 @@
 //! goes back to a snapshot before the place where it does, else to the start. So a chat renders every turn whole and
 //! hands it in.
 //!
-//! What to draw where: [`Prompt::in_thinking`] starts a [`ThinkSplitter`], which tells thinking from answer in the
-//! text of the tokens. A [`CancelToken`] stops a generation from another thread within one step; it then finishes with
+//! What to draw where: [`Prompt::in_thinking`] starts a [`ReplyParser`], which tells reasoning, content and tool calls
+//! apart in the text of the tokens. A [`CancelToken`] stops a generation from another thread within one step; it then finishes with
 //! [`FinishReason::Cancelled`] and the session stays good. Dropping a [`Generation`] does the same.
 
 #![warn(missing_docs)]
@@ -43,7 +43,7 @@ mod answer;
 mod engine;
 mod error;
 mod generation;
-mod reasoning;
+mod reply;
 mod sampler;
 mod session;
 mod stop;
@@ -52,16 +52,14 @@ mod testing;
 #[cfg(test)]
 mod tests;
 mod text;
-mod tool_calls;
 
 pub use engine::{CancelToken, Engine, GenerateRequest, MAX_LOGPROBS};
 pub use error::{EngineError, Result};
 pub use generation::{Event, FinishReason, Finished, Generation, Token};
 pub use lily_backend::{Caps, LogProbs, MemoryReport};
 pub use lily_model::tokenizer::{Detokenizer, Tokenizer};
-pub use reasoning::{Part, ThinkSplitter};
+pub use reply::{Reply, ReplyEnd, ReplyEvent, ReplyParser, ToolCall};
 pub use sampler::Sampling;
 pub use session::Session;
 pub use stop::{Passed, StopStrings};
 pub use text::{Prompt, TextError, TextModel};
-pub use tool_calls::{TOOL_CALL_OPEN, ToolCall, split_tool_calls};
