@@ -37,7 +37,7 @@ fn steps(backend: &mut CudaBackend, states: &[StateId], prompts: &[Vec<u32>], to
     let mut outputs = vec![Vec::new(); states.len()];
     for step in 0..STEPS {
         let row = |index: usize| {
-            let input = if step > 0 && index % 3 > 0 {
+            let input = if step > 0 && !index.is_multiple_of(3) {
                 Input::PreviousSample
             } else {
                 Input::Tokens(vec![(prompts[index][0] + step as u32) % vocab as u32])
