@@ -14,6 +14,9 @@ const LIBRARY: &str = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12";
 
 /// Where a few registers may go to memory: the kernels were shaped on older GPUs, and none of these has been at hand yet.
 const UNTUNED: [&str; 2] = ["100", "120"];
+/// A kernel that may all the same: of the 128 registers that its two CTAs leave a thread, a pass of nine to sixteen rows over
+/// the head lacks five, and waits for memory anyway. One CTA with twice as many was not measured.
+const SPILLS: (&str, &str) = ("90a", "rows_head");
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -51,7 +54,8 @@ pub fn run(args: &Args) -> Result<()> {
                 true => "nothing spills".to_owned(),
                 false => format!("registers spill to memory in {}", spilling.join(", ")),
             };
-            ensure!(spilling.is_empty() || UNTUNED.contains(arch), "{name}, sm_{arch}: {spills}");
+            let allowed = spilling.iter().all(|kernel| (*arch, *kernel) == SPILLS);
+            ensure!(allowed || UNTUNED.contains(arch), "{name}, sm_{arch}: {spills}");
             println!("{name:<8} sm_{arch:<4} {:>9} bytes, {spills}", compiled.cubin.len());
             if !args.check {
                 std::fs::write(out.join(format!("{}.cubin", key(&source, arch))), &compiled.cubin)?;
