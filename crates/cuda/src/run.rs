@@ -128,7 +128,7 @@ impl CudaBackend {
         self.settle_row(ticket, index, Launched { row, run, position, sampled, logits, last })
     }
 
-    /// Runs up to [`ROWS`] rows of one token each in one pass.
+    /// Runs up to `ROWS` rows of one token each in one pass.
     pub(crate) fn run_rows(
         &mut self,
         ticket: Ticket,

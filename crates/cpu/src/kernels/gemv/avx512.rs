@@ -112,7 +112,7 @@ pub(in crate::kernels) fn first_lanes(count: usize) -> __mmask16 {
 }
 
 /// The codes of a group as bytes, those of even columns before those of odd ones: the order of
-/// [`Inputs`](crate::kernels::activations::Inputs) for this set.
+/// [`Inputs`] for this set.
 ///
 /// # Safety
 /// `codes` points to the bytes of a group.
