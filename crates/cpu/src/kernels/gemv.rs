@@ -21,7 +21,7 @@ pub(super) mod neon;
 use lily_model::{Bits, QuantMatrix, Shape};
 
 use super::activations::{GROUP, Inputs};
-use super::prefetch;
+use super::{LANES, prefetch};
 use crate::device::Isa;
 
 /// Bytes of 4-bit codes in a group.
@@ -211,6 +211,27 @@ fn codes8(bytes: &[u8; GROUP8]) -> [i16; GROUP] {
 #[inline(always)]
 fn widen(bytes: [u8; 2]) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
+}
+
+/// Groups of a row and bytes of a group, after a check of all lengths, on which kernels rely.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[inline(always)]
+fn checked<const TOKENS: usize, const EIGHT: bool>(
+    ranges: &[PackedRows<'_>; 2],
+    x: &[Inputs<'_>; TOKENS],
+    rows: usize,
+) -> (usize, usize) {
+    let groups = x[0].values.len() / GROUP;
+    let group_bytes = if EIGHT { GROUP8 } else { GROUP4 };
+    for range in ranges {
+        assert!(range.codes.len() == rows * groups * group_bytes);
+        assert!(range.scales.len() == rows * 2 * groups && range.biases.len() == range.scales.len());
+    }
+    for x in x {
+        assert!(x.values.len() == groups * GROUP);
+        assert!(x.scales.len() >= groups.next_multiple_of(LANES) && x.sums.len() == x.scales.len());
+    }
+    (groups, group_bytes)
 }
 
 /// The bytes of BF16 values `first .. first + count`, then zeros.

@@ -48,16 +48,17 @@ pub(super) unsafe fn gemm(w: Packed<'_>, x: Tokens<'_>, tokens: Range<usize>, ro
     for row in (0..rows.len()).step_by(BAND * TILE_ROWS) {
         let height = rows.len() - row;
         let tiles = height.div_ceil(TILE_ROWS).min(BAND);
+        // Rows beyond the last are computed from it and not stored.
+        let packed: [[PackedRows<'_>; TILE_ROWS]; BAND] = std::array::from_fn(|i| {
+            std::array::from_fn(|r| w.rows(rows.start + row + (TILE_ROWS * i + r).min(height - 1), 1))
+        });
         for sums in &mut sums[..tiles] {
             sums[..count].fill([0.0; TILE_ROWS]);
         }
         for group in (0..w.groups).step_by(DEPTH) {
             let depth = DEPTH.min(w.groups - group);
-            for (i, tile) in band[..tiles].iter_mut().enumerate() {
-                // Rows beyond the last are computed from it and not stored.
-                let packed: [PackedRows<'_>; TILE_ROWS] =
-                    std::array::from_fn(|r| w.rows(rows.start + row + (TILE_ROWS * i + r).min(height - 1), 1));
-                unpack(w.bits, &packed, group, depth, tile);
+            for (tile, packed) in band[..tiles].iter_mut().zip(&packed) {
+                unpack(w.bits, packed, group, depth, tile);
             }
             for from in (0..count).step_by(TILE_TOKENS) {
                 let some = TILE_TOKENS.min(count - from);

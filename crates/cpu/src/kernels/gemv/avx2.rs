@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, padded, prefetch};
+use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, checked, padded, prefetch};
 use crate::kernels::activations::{GROUP, Inputs};
 
 /// Groups whose scales are widened at a time.
@@ -19,16 +19,7 @@ pub(super) fn gemv<const TOKENS: usize, const EIGHT: bool>(
     x: &[Inputs<'_>; TOKENS],
     out: &mut [[Pair; TOKENS]],
 ) {
-    let groups = x[0].values.len() / GROUP;
-    let group_bytes = if EIGHT { GROUP8 } else { GROUP4 };
-    for range in &ranges {
-        assert!(range.codes.len() == out.len() * groups * group_bytes);
-        assert!(range.scales.len() == out.len() * 2 * groups && range.biases.len() == range.scales.len());
-    }
-    for x in x {
-        assert!(x.values.len() == groups * GROUP);
-        assert!(x.scales.len() >= groups.next_multiple_of(BLOCK) && x.sums.len() == x.scales.len());
-    }
+    let (groups, _) = checked::<TOKENS, EIGHT>(&ranges, x, out.len());
     let whole = groups / BLOCK * BLOCK;
     for (row, out) in out.iter_mut().enumerate() {
         let at = row * groups;

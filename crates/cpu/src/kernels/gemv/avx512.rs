@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, prefetch};
+use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, checked, prefetch};
 use crate::kernels::activations::{GROUP, Inputs};
 
 /// Groups whose scales are widened at a time.
@@ -20,16 +20,7 @@ pub(super) fn gemv<const TOKENS: usize, const EIGHT: bool>(
     x: &[Inputs<'_>; TOKENS],
     out: &mut [[Pair; TOKENS]],
 ) {
-    let groups = x[0].values.len() / GROUP;
-    let group_bytes = if EIGHT { GROUP8 } else { GROUP4 };
-    for range in &ranges {
-        assert!(range.codes.len() == out.len() * groups * group_bytes);
-        assert!(range.scales.len() == out.len() * 2 * groups && range.biases.len() == range.scales.len());
-    }
-    for x in x {
-        assert!(x.values.len() == groups * GROUP);
-        assert!(x.scales.len() >= groups && x.sums.len() >= groups);
-    }
+    let (groups, _) = checked::<TOKENS, EIGHT>(&ranges, x, out.len());
     for (row, out) in out.iter_mut().enumerate() {
         let at = row * groups;
         for range in &ranges {
@@ -107,7 +98,7 @@ unsafe fn block<const TOKENS: usize, const EIGHT: bool>(
 
 /// The first `count` of 16 lanes.
 #[inline(always)]
-pub(in crate::kernels) fn first_lanes(count: usize) -> __mmask16 {
+fn first_lanes(count: usize) -> __mmask16 {
     ((1u32 << count) - 1) as __mmask16
 }
 
@@ -139,7 +130,7 @@ pub(in crate::kernels) unsafe fn bytes<const EIGHT: bool>(codes: *const u8) -> _
 /// There are such values.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(in crate::kernels) unsafe fn widen(mask: __mmask16, values: &[u8], first: usize) -> __m512 {
+unsafe fn widen(mask: __mmask16, values: &[u8], first: usize) -> __m512 {
     // SAFETY: the caller's promise.
     let halves = unsafe { _mm256_maskz_loadu_epi16(mask, values.as_ptr().add(2 * first).cast()) };
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))

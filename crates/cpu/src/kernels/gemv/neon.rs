@@ -9,7 +9,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{GROUP4, GROUP8, PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, padded, prefetch};
+use super::{PREFETCH_BYTES, PREFETCH_SCALE_BYTES, PackedRows, Pair, checked, padded, prefetch};
 use crate::kernels::activations::{GROUP, Inputs};
 
 /// Groups whose scales are widened at a time: two vectors.
@@ -134,26 +134,6 @@ pub(super) fn i8mm<const TOKENS: usize, const EIGHT: bool>(
             out[t] = [vget_lane_f32::<0>(both), vget_lane_f32::<1>(both)];
         }
     }
-}
-
-/// Groups of a row and bytes of a group, after a check of all lengths.
-#[inline(always)]
-fn checked<const TOKENS: usize, const EIGHT: bool>(
-    ranges: &[PackedRows<'_>; 2],
-    x: &[Inputs<'_>; TOKENS],
-    rows: usize,
-) -> (usize, usize) {
-    let groups = x[0].values.len() / GROUP;
-    let group_bytes = if EIGHT { GROUP8 } else { GROUP4 };
-    for range in ranges {
-        assert!(range.codes.len() == rows * groups * group_bytes);
-        assert!(range.scales.len() == rows * 2 * groups && range.biases.len() == range.scales.len());
-    }
-    for x in x {
-        assert!(x.values.len() == groups * GROUP);
-        assert!(x.scales.len() >= groups.next_multiple_of(BLOCK) && x.sums.len() == x.scales.len());
-    }
-    (groups, group_bytes)
 }
 
 /// `sum + a . b` per four signed bytes; `vdotq_s32`, which is not stable.
