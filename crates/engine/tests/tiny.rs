@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
 use lily_engine::{
-    CancelToken, Engine, EngineOptions, Event, FinishReason, Finished, GenerateRequest, LogProbs, Prompt, Sampling, SessionOptions,
-    StoreOptions, TextModel, Token, Tokenizer,
+    CancelToken, Engine, EngineOptions, Event, FinishReason, Finished, GenerateRequest, LogProbs, Prompt, Sampling,
+    SessionOptions, StoreOptions, TextModel, Token, Tokenizer,
 };
 use lily_model::Checkpoint;
 use lily_reference::golden::{Goldens, tiny_checkpoint};
@@ -52,11 +52,7 @@ fn greedy(max_tokens: usize) -> GenerateRequest {
     }
 }
 
-fn run(
-    engine: &mut Engine,
-    prompt: &Prompt,
-    request: GenerateRequest,
-) -> (Vec<Token>, Finished) {
+fn run(engine: &mut Engine, prompt: &Prompt, request: GenerateRequest) -> (Vec<Token>, Finished) {
     let mut tokens = Vec::new();
     for event in engine.generate(prompt, request).unwrap() {
         match event.unwrap() {
