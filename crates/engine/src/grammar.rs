@@ -68,10 +68,17 @@ impl Grammars {
     /// # Errors
     /// In words, if the schema is none or says what cannot be held to.
     pub fn json(&self, schema: &Value) -> Result<Grammar, String> {
-        if !schema.is_object() && !schema.is_boolean() {
-            return Err("a JSON schema is an object".into());
-        }
-        self.build(format!("start: {BEHIND_THINKING} answer\nanswer: {}\n", json_rule(schema)))
+        self.build(format!("start: {BEHIND_THINKING} answer\nanswer: {}\n", checked_json_rule(schema)?))
+    }
+
+    /// JSON of a schema, or else calls as by [`Grammars::calls`].
+    ///
+    /// # Errors
+    /// As of the two.
+    pub fn json_or_calls(&self, schema: &Value, tools: &Value, several: bool) -> Result<Grammar, String> {
+        let answer = checked_json_rule(schema)?;
+        let calls = call_rules(tools, None, several)?;
+        self.build(format!("start: {BEHIND_THINKING} (answer | calls)\nanswer: {answer}\n{calls}"))
     }
 
     /// One or, if `several`, more calls of `tools` (a list in the format of OpenAI's API), or of the one named `only`.
@@ -81,23 +88,7 @@ impl Grammars {
     /// # Errors
     /// In words, if there is no such tool, or its schema says what cannot be held to.
     pub fn calls(&self, tools: &Value, only: Option<&str>, several: bool) -> Result<Grammar, String> {
-        let functions = tools.as_array().into_iter().flatten().map(|tool| tool.get("function").unwrap_or(tool));
-        let named = functions.filter_map(|function| Some((function["name"].as_str()?, &function["parameters"])));
-        let chosen: Vec<_> = named.filter(|(name, _)| only.is_none_or(|only| only == *name)).collect();
-        if chosen.is_empty() {
-            return Err(only.map_or("there are no tools to call".into(), |only| format!("there is no tool {only}")));
-        }
-        let more = if several { "(\"\\n\" call)*" } else { "" };
-        let names: Vec<String> = (0..chosen.len()).map(|index| format!("function_{index}")).collect();
-        let mut lark = format!(
-            "start: {BEHIND_THINKING} call {more}\n\
-             call: \"<tool_call>\\n\" ({}) \"</function>\\n</tool_call>\"\n",
-            names.join(" | ")
-        );
-        for (index, (name, parameters)) in chosen.into_iter().enumerate() {
-            function_rules(&mut lark, index, name, parameters);
-        }
-        self.build(lark)
+        self.build(format!("start: {BEHIND_THINKING} calls\n{}", call_rules(tools, only, several)?))
     }
 
     fn build(&self, lark: String) -> Result<Grammar, String> {
@@ -141,6 +132,35 @@ fn json_rule(schema: &Value) -> String {
     let mut schema = if let Value::Object(_) = schema { schema.clone() } else { json!({"allOf": [schema]}) };
     schema["x-guidance"] = json!({"whitespace_pattern": JSON_SPACE});
     format!("%json {schema}")
+}
+
+fn checked_json_rule(schema: &Value) -> Result<String, String> {
+    if schema.is_object() || schema.is_boolean() {
+        Ok(json_rule(schema))
+    } else {
+        Err("a JSON schema is an object".into())
+    }
+}
+
+/// The rule `calls` and all that it refers to.
+fn call_rules(tools: &Value, only: Option<&str>, several: bool) -> Result<String, String> {
+    let functions = tools.as_array().into_iter().flatten().map(|tool| tool.get("function").unwrap_or(tool));
+    let named = functions.filter_map(|function| Some((function["name"].as_str()?, &function["parameters"])));
+    let chosen: Vec<_> = named.filter(|(name, _)| only.is_none_or(|only| only == *name)).collect();
+    if chosen.is_empty() {
+        return Err(only.map_or("there are no tools to call".into(), |only| format!("there is no tool {only}")));
+    }
+    let more = if several { "(\"\\n\" call)*" } else { "" };
+    let names: Vec<String> = (0..chosen.len()).map(|index| format!("function_{index}")).collect();
+    let mut lark = format!(
+        "calls: call {more}\n\
+         call: \"<tool_call>\\n\" ({}) \"</function>\\n</tool_call>\"\n",
+        names.join(" | ")
+    );
+    for (index, (name, parameters)) in chosen.into_iter().enumerate() {
+        function_rules(&mut lark, index, name, parameters);
+    }
+    Ok(lark)
 }
 
 /// The rules of one function: `NAME>`, then its parameters, each on lines of its own.
@@ -356,6 +376,10 @@ mod tests {
             assert!(!takes(None, false, &wrong), "{wrong}");
         }
         assert!(!takes(Some("write"), false, now));
+        let either = || grammars.json_or_calls(&json!({"type": "object"}), &tools(), true).unwrap();
+        for (text, allowed) in [("{\"a\": 1}", true), (now, true), ("Neither.", false)] {
+            assert_eq!(self::takes(&mut *grammars.constraint(false, None, Some(either())).unwrap(), text), allowed);
+        }
         assert!(grammars.calls(&tools(), Some("read"), false).is_err());
         assert!(grammars.calls(&Value::Null, None, false).is_err());
     }
