@@ -17,6 +17,7 @@ use lily_engine::{Engine, EngineError, EngineStatus, Event, GenerateRequest, Gra
 use tokio::sync::{mpsc, oneshot};
 
 use crate::answering::{self, Prepared};
+use crate::life;
 use crate::metrics::Metrics;
 use crate::turn::{TurnError, TurnRequest};
 use crate::turns::{ModelInfo, Readiness, Starting, Turns};
@@ -108,27 +109,6 @@ impl Service {
         Ok(Service { shared, model, commands: Mutex::new(commands), thread: Mutex::new(Some(thread)) })
     }
 
-    /// Takes no more turns; those that were accepted go on.
-    pub fn drain(&self) {
-        self.shared.draining.store(true, Ordering::Relaxed);
-    }
-
-    /// Turns that were accepted and are not over.
-    pub fn turns_in_progress(&self) -> usize {
-        self.shared.turns.load(Ordering::Relaxed)
-    }
-
-    /// Ends: cancels what is in progress, stores what the cache has if there is a place, and frees the device. Blocks until then.
-    pub fn stop(&self) {
-        self.drain();
-        // A thread that has ended receives nothing.
-        let _ = self.commands.lock().unwrap_or_else(PoisonError::into_inner).send(Command::Stop);
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if thread.is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the engine's thread ended by a panic");
-        }
-    }
-
     async fn submit(&self, prepared: &mut Prepared) -> Result<EngineEvents, TurnError> {
         let (events, received) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
@@ -198,9 +178,30 @@ impl Turns for Service {
     }
 }
 
+impl life::Service for Service {
+    fn drain(&self) {
+        self.shared.draining.store(true, Ordering::Relaxed);
+    }
+
+    fn turns_in_progress(&self) -> usize {
+        self.shared.turns.load(Ordering::Relaxed)
+    }
+
+    /// Stores what the cache has if there is a place, and frees the device.
+    fn stop(&self) {
+        self.drain();
+        // A thread that has ended receives nothing.
+        let _ = self.commands.lock().unwrap_or_else(PoisonError::into_inner).send(Command::Stop);
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the engine's thread ended by a panic");
+        }
+    }
+}
+
 impl Drop for Service {
     fn drop(&mut self) {
-        self.stop();
+        life::Service::stop(self);
     }
 }
 
