@@ -17,7 +17,6 @@ use lily_engine::{Engine, EngineError, EngineStatus, Event, GenerateRequest, Gra
 use tokio::sync::{mpsc, oneshot};
 
 use crate::answering::{self, Prepared};
-use crate::life;
 use crate::metrics::Metrics;
 use crate::turn::{TurnError, TurnRequest};
 use crate::turns::{ModelInfo, Readiness, Starting, Turns};
@@ -172,18 +171,11 @@ impl Turns for Service {
         if self.shared.draining.load(Ordering::Relaxed) { Readiness::Draining } else { Readiness::Ready }
     }
 
-    fn metrics(&self) -> String {
-        let status = *self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
-        self.shared.metrics.text(&status)
-    }
-}
-
-impl life::Service for Service {
     fn drain(&self) {
         self.shared.draining.store(true, Ordering::Relaxed);
     }
 
-    fn turns_in_progress(&self) -> usize {
+    fn in_progress(&self) -> usize {
         self.shared.turns.load(Ordering::Relaxed)
     }
 
@@ -197,11 +189,16 @@ impl life::Service for Service {
             tracing::error!("the engine's thread ended by a panic");
         }
     }
+
+    fn metrics(&self) -> String {
+        let status = *self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
+        self.shared.metrics.text(&status)
+    }
 }
 
 impl Drop for Service {
     fn drop(&mut self) {
-        life::Service::stop(self);
+        Turns::stop(self);
     }
 }
 
