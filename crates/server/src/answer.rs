@@ -79,7 +79,10 @@ impl Answer {
 
     /// All text of thinking.
     pub fn reasoning(&self) -> String {
-        self.parts.iter().filter_map(|part| if let Part::Reasoning(text) = part { Some(&**text) } else { None }).collect()
+        self.parts
+            .iter()
+            .filter_map(|part| if let Part::Reasoning(text) = part { Some(&**text) } else { None })
+            .collect()
     }
 
     /// All text of the answer.

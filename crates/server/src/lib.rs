@@ -17,6 +17,8 @@ pub mod script;
 pub mod sse;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod tests;
 pub mod turn;
 pub mod turns;
 

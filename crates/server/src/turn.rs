@@ -242,7 +242,11 @@ pub enum TurnError {
 
 impl TurnError {
     /// A field that holds what it may not.
-    pub fn invalid(field: impl Into<String>, found: impl std::fmt::Display, expected: impl std::fmt::Display) -> TurnError {
+    pub fn invalid(
+        field: impl Into<String>,
+        found: impl std::fmt::Display,
+        expected: impl std::fmt::Display,
+    ) -> TurnError {
         let field = field.into();
         TurnError::Invalid { message: format!("{field}: found {found}, expected {expected}"), field: Some(field) }
     }

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 use lily_engine::TextModel;
 use tokio::sync::mpsc;
 
-use crate::turn::{TurnError, TurnEnd, TurnEvent, TurnRequest};
+use crate::turn::{TurnEnd, TurnError, TurnEvent, TurnRequest};
 
 /// Events of a turn as they happen. Dropping it cancels the turn.
 pub type TurnStream = mpsc::Receiver<Result<TurnEvent, TurnError>>;

@@ -9,8 +9,8 @@ pub mod tokens;
 
 use std::sync::Arc;
 
-use axum::Router;
 use axum::Json;
+use axum::Router;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 

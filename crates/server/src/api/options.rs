@@ -148,7 +148,8 @@ pub fn format(parent: &Fields<'_>, name: &str) -> Result<Format> {
         Object,
         Schema,
     }
-    const KINDS: [(&str, Kind); 3] = [("text", Kind::Text), ("json_object", Kind::Object), ("json_schema", Kind::Schema)];
+    const KINDS: [(&str, Kind); 3] =
+        [("text", Kind::Text), ("json_object", Kind::Object), ("json_schema", Kind::Schema)];
     let Some(format) = parent.object(name)? else { return Ok(Format::Text) };
     let nested = format.object("json_schema")?;
     let holder = nested.as_ref().unwrap_or(&format);
@@ -186,7 +187,8 @@ pub fn function_tools(body: &Fields<'_>) -> Result<Value> {
 
 /// `tool_choice` as OpenAI's APIs spell it: a word, or a function by name.
 pub fn tool_choice(body: &Fields<'_>, tools: &Value) -> Result<ToolChoice> {
-    const EXPECTED: &str = "\"auto\", \"none\", \"required\" or {\"type\": \"function\", \"function\": {\"name\": ...}}";
+    const EXPECTED: &str =
+        "\"auto\", \"none\", \"required\" or {\"type\": \"function\", \"function\": {\"name\": ...}}";
     let choice = match body.get("tool_choice") {
         None => return Ok(ToolChoice::Auto),
         Some(Value::String(word)) => match word.as_str() {
@@ -210,7 +212,8 @@ pub fn tool_choice(body: &Fields<'_>, tools: &Value) -> Result<ToolChoice> {
 
 /// Whether the tools have what the choice wants. `tools` as [`Chat`](lily_model::chat::Chat) takes them.
 pub fn check_choice(choice: &ToolChoice, tools: &Value) -> Result<()> {
-    let names: Vec<&str> = tools.as_array().into_iter().flatten().filter_map(|tool| tool["function"]["name"].as_str()).collect();
+    let names: Vec<&str> =
+        tools.as_array().into_iter().flatten().filter_map(|tool| tool["function"]["name"].as_str()).collect();
     match choice {
         ToolChoice::Required if names.is_empty() => {
             Err(TurnError::invalid("tool_choice", "a call is required and no tool to call", "tools"))

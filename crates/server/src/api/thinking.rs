@@ -152,7 +152,8 @@ mod tests {
         ] {
             assert_eq!(thinking(body.clone()).unwrap().on, Some(on), "{body}");
         }
-        for body in [json!({}), json!({"reasoning": {}}), json!({"reasoning": null}), json!({"enable_thinking": null})] {
+        for body in [json!({}), json!({"reasoning": {}}), json!({"reasoning": null}), json!({"enable_thinking": null})]
+        {
             assert_eq!(thinking(body.clone()).unwrap(), Thinking::default(), "{body}");
         }
     }
@@ -185,7 +186,8 @@ mod tests {
         let found = thinking(body).unwrap();
         assert_eq!((found.on, found.preserve), (Some(false), Some(true)));
         assert_eq!(Value::Object(found.variables), json!({"x": 1, "reasoning_effort": "high"}));
-        let body = json!({"thinking": {"type": "enabled", "budget_tokens": 9}, "thinking_budget": 7, "reasoning_budget": -1});
+        let body =
+            json!({"thinking": {"type": "enabled", "budget_tokens": 9}, "thinking_budget": 7, "reasoning_budget": -1});
         assert_eq!(thinking(body).unwrap().max_tokens, Some(7));
     }
 }

@@ -48,7 +48,11 @@ enum RowResult {
     Done(RowOutput),
     Failed(Error),
     /// A sample that waits for its mask, and what is left of the script.
-    Waiting { params: SamplingParams, rest: Vec<u32>, error: Option<String> },
+    Waiting {
+        params: SamplingParams,
+        rest: Vec<u32>,
+        error: Option<String>,
+    },
 }
 
 impl ScriptBackend {
@@ -160,7 +164,9 @@ fn next(past: &mut Past, script: &Tokens) -> Next {
         }
         None => Next {
             rest: Vec::new(),
-            error: Some("the script has no line for this prompt: each has a `when` that it does not contain".to_owned()),
+            error: Some(
+                "the script has no line for this prompt: each has a `when` that it does not contain".to_owned(),
+            ),
             stop,
         },
     }
@@ -178,7 +184,7 @@ fn logprob(id: u32, said: u32, vocab: usize) -> f32 {
     if id == said { 0.5f32.ln() } else { (0.5 / vocab.saturating_sub(1).max(1) as f32).ln() }
 }
 
-/// A bias that forbids a token: the strongest of OpenAI's API.
+/// A bias of this forbids a token, and of its opposite compels one: the strongest of OpenAI's API.
 const FORBIDDING: f32 = -100.0;
 
 /// The next token that is allowed, and its result.
@@ -191,12 +197,12 @@ fn sample(
     mask: Option<&[u32]>,
 ) -> (RowResult, u32) {
     let is_biased = |id: u32| params.logit_bias.iter().any(|(other, bias)| *other == id && *bias <= FORBIDDING);
-    let in_mask = |id: u32| {
-        mask.is_none_or(|mask| mask.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1))
-    };
+    let in_mask =
+        |id: u32| mask.is_none_or(|mask| mask.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1));
     let is_allowed = |id: &u32| *id < params.vocab_limit && in_mask(*id) && !is_biased(*id);
+    let compelled = params.logit_bias.iter().filter(|(_, bias)| *bias >= -FORBIDDING).map(|(id, _)| *id);
     let said = rest.first().copied().unwrap_or(stop);
-    let chosen = match rest.iter().copied().find(is_allowed) {
+    let chosen = match compelled.chain(rest.iter().copied()).find(is_allowed) {
         Some(id) => id,
         None if error.is_some() => return (RowResult::Failed(Error::Device(error.unwrap_or_default())), stop),
         None => match Some(stop).filter(is_allowed).or_else(|| (0..vocab as u32).find(is_allowed)) {
@@ -360,7 +366,8 @@ impl Backend for ScriptBackend {
             result => result,
         };
         // Unless it was reset, restored or freed meanwhile.
-        if let Some(state) = self.states.get_mut(&flight.states[row]).filter(|state| state.awaits_mask == Some(ticket)) {
+        if let Some(state) = self.states.get_mut(&flight.states[row]).filter(|state| state.awaits_mask == Some(ticket))
+        {
             (state.awaits_mask, state.sampled) = (None, Some(id));
         }
         Ok(())
@@ -401,8 +408,13 @@ impl Backend for ScriptBackend {
     fn memory(&self) -> MemoryReport {
         let state = |state: &State| state.capacity * self.caps.bytes_per_token + self.caps.bytes_per_state;
         MemoryReport {
+            weights_owned: self.script.bytes(),
             states: self.states.values().map(state).sum(),
-            snapshots: self.snapshots.values().map(|ids| ids.len() * size_of::<u32>() + self.caps.bytes_per_state).sum(),
+            snapshots: self
+                .snapshots
+                .values()
+                .map(|ids| ids.len() * size_of::<u32>() + self.caps.bytes_per_state)
+                .sum(),
             ..MemoryReport::default()
         }
     }

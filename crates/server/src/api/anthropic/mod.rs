@@ -101,7 +101,8 @@ fn tool_choice(fields: &Fields<'_>, tools: &Value) -> Result<(ToolChoice, bool),
         Tool,
         None,
     }
-    const KINDS: [(&str, Kind); 4] = [("auto", Kind::Auto), ("any", Kind::Any), ("tool", Kind::Tool), ("none", Kind::None)];
+    const KINDS: [(&str, Kind); 4] =
+        [("auto", Kind::Auto), ("any", Kind::Any), ("tool", Kind::Tool), ("none", Kind::None)];
     let Some(choice) = fields.object("tool_choice")? else { return Ok((ToolChoice::Auto, true)) };
     let parallel = !choice.boolean("disable_parallel_tool_use")?.unwrap_or(false);
     let choice = match choice.word("type", &KINDS)? {

@@ -150,8 +150,7 @@ struct ChatSurface {
 impl ChatSurface {
     fn chunk(&self, choices: Value) -> Value {
         let Heading { id, created, model } = &self.heading;
-        let mut chunk =
-            json!({"id": id, "object": "chat.completion.chunk", "created": created, "model": model, "choices": choices});
+        let mut chunk = json!({"id": id, "object": "chat.completion.chunk", "created": created, "model": model, "choices": choices});
         if self.style.style.include_usage {
             chunk["usage"] = Value::Null;
         }
@@ -163,7 +162,11 @@ impl ChatSurface {
     }
 
     fn take_logprobs(&mut self) -> Value {
-        if self.style.logprobs { json!({"content": std::mem::take(&mut self.logprobs), "refusal": null}) } else { Value::Null }
+        if self.style.logprobs {
+            json!({"content": std::mem::take(&mut self.logprobs), "refusal": null})
+        } else {
+            Value::Null
+        }
     }
 
     fn end(&mut self, end: &TurnEnd, out: &mut Frames) {
@@ -201,7 +204,8 @@ impl Surface for ChatSurface {
             message.insert("tool_calls".to_owned(), calls.into());
         }
         let logprobs = if self.style.logprobs {
-            let content: Vec<Value> = answer.logprobs.iter().filter(|entry| entry.in_content).map(logprobs::chat).collect();
+            let content: Vec<Value> =
+                answer.logprobs.iter().filter(|entry| entry.in_content).map(logprobs::chat).collect();
             json!({"content": content, "refusal": null})
         } else {
             Value::Null

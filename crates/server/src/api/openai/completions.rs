@@ -153,8 +153,7 @@ impl Surface for CompletionSurface {
             Part::Call(_) => None,
         });
         let text: String = std::iter::once(self.echo.as_str()).chain(texts).collect();
-        let logprobs =
-            if self.style.logprobs { logprobs::completion(&answer.logprobs, &mut 0) } else { Value::Null };
+        let logprobs = if self.style.logprobs { logprobs::completion(&answer.logprobs, &mut 0) } else { Value::Null };
         json!({
             "id": id,
             "object": "text_completion",

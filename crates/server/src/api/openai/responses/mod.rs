@@ -113,7 +113,10 @@ fn tool_choice(fields: &Fields<'_>, tools: &Value) -> Result<ToolChoice, TurnErr
         let allowed = choice["tools"].as_array().map_or(&[][..], Vec::as_slice);
         let choice = match (allowed, choice["mode"].as_str()) {
             ([one], Some("required")) => ToolChoice::Function(one["name"].as_str().unwrap_or_default().to_owned()),
-            _ => return fields.refuse("tool_choice", "the mode \"required\" with one tool; else send only the tools allowed"),
+            _ => {
+                return fields
+                    .refuse("tool_choice", "the mode \"required\" with one tool; else send only the tools allowed");
+            }
         };
         options::check_choice(&choice, tools)?;
         return Ok(choice);

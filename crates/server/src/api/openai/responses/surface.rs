@@ -63,7 +63,9 @@ impl Item {
         let parts = if status == "in_progress" { json!([]) } else { json!([self.part()]) };
         let Item { id, text, .. } = self;
         match &self.kind {
-            Kind::Reasoning => json!({"id": id, "type": "reasoning", "status": status, "summary": [], "content": parts}),
+            Kind::Reasoning => {
+                json!({"id": id, "type": "reasoning", "status": status, "summary": [], "content": parts})
+            }
             Kind::Message => {
                 json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": parts})
             }
@@ -216,19 +218,20 @@ impl Surface for ResponseSurface {
     fn whole(&self, answer: Answer) -> Value {
         let is_cut = answer.end.reason == TurnReason::Length;
         let last = answer.parts.len().saturating_sub(1);
-        let logprobs: Vec<Value> = answer.logprobs.iter().filter(|entry| entry.in_content).map(logprobs::chat).collect();
+        let logprobs: Vec<Value> =
+            answer.logprobs.iter().filter(|entry| entry.in_content).map(logprobs::chat).collect();
         let mut logprobs = Some(logprobs).filter(|_| self.has_logprobs);
         let mut output = Vec::with_capacity(answer.parts.len());
         for (index, part) in answer.parts.into_iter().enumerate() {
-            let (kind, text, complete) = match part {
-                Part::Reasoning(text) => (Kind::Reasoning, text, true),
-                Part::Content(text) => (Kind::Message, text, true),
+            let is_whole = !is_cut || index < last;
+            let (kind, text, is_whole) = match part {
+                Part::Reasoning(text) => (Kind::Reasoning, text, is_whole),
+                Part::Content(text) => (Kind::Message, text, is_whole),
                 Part::Call(Call { id, name, arguments, complete }) => (Kind::Call { id, name }, arguments, complete),
             };
             let logprobs = if kind == Kind::Message { logprobs.take() } else { None };
             let item = Item { text, logprobs: logprobs.unwrap_or_default(), ..Item::new(kind) };
-            let status = if complete && !(is_cut && index == last) { "completed" } else { "incomplete" };
-            output.push(item.json(status));
+            output.push(item.json(if is_whole { "completed" } else { "incomplete" }));
         }
         self.ended(&answer.end, &output)
     }
