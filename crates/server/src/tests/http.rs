@@ -56,6 +56,10 @@ async fn a_body_that_is_no_json_is_refused_with_the_place() {
     let (status, body) = read(server.send(form).await).await;
     assert_eq!(status, StatusCode::UNSUPPORTED_MEDIA_TYPE);
     assert!(body["error"]["message"].as_str().unwrap().contains("Content-Type: application/json"));
+    let packed = Request::post(CHAT).header("content-encoding", "zstd").body("{}".into()).unwrap();
+    let (status, body) = read(server.send(packed).await).await;
+    assert_eq!(status, StatusCode::UNSUPPORTED_MEDIA_TYPE);
+    assert!(body["error"]["message"].as_str().unwrap().contains("compressed"));
     let bare = Request::post(CHAT).body(ask().to_string().into()).unwrap();
     assert_eq!(server.send(bare).await.status(), StatusCode::OK);
 }
@@ -157,6 +161,9 @@ async fn pages_of_this_machine_may_ask_and_others_may_not() {
         (Origins::Local, "http://[::1]:8080", true),
         (Origins::Local, "https://evil.example", false),
         (Origins::Local, "http://localhost.evil.example", false),
+        (Origins::Local, "null", false),
+        (Origins::Local, "vscode-webview://abc", true),
+        (Origins::Local, "http://tauri.localhost", true),
         (listed.clone(), "https://chat.example.org", true),
         (listed, "http://localhost:3000", false),
         (Origins::Any, "https://evil.example", true),
@@ -166,6 +173,38 @@ async fn pages_of_this_machine_may_ask_and_others_may_not() {
         let response = server.send(preflight(origin)).await;
         assert!(response.status().is_success());
         assert_eq!(response.headers().contains_key("access-control-allow-origin"), allowed, "{origin}");
+    }
+}
+
+#[tokio::test]
+async fn what_a_foreign_page_asks_is_not_done() {
+    let server = server(hello());
+    let ask = |origin: &str, host: &str| {
+        Request::post(MESSAGES)
+            .header("origin", origin)
+            .header("host", host)
+            .body(Body::from(ask().to_string()))
+            .unwrap()
+    };
+    let (status, body) = read(server.send(ask("https://evil.example", "localhost:8080")).await).await;
+    assert_eq!((status, &body["error"]["type"]), (StatusCode::FORBIDDEN, &json!("permission_error")));
+    assert!(body["error"]["message"].as_str().unwrap().contains("--cors ORIGIN"));
+    assert!(server.turns.requests.lock().unwrap().is_empty());
+    for origin in ["http://192.168.1.5:8080", "http://localhost:3000"] {
+        assert_eq!(server.send(ask(origin, "192.168.1.5:8080")).await.status(), StatusCode::OK);
+    }
+}
+
+#[tokio::test]
+async fn a_header_names_the_session_unless_the_body_does() {
+    let server = server(hello());
+    for (body, session) in [(json!({}), "header"), (json!({"prompt_cache_key": "body"}), "body")] {
+        let mut body = body;
+        body["messages"] = ask()["messages"].clone();
+        let request =
+            Request::post(CHAT).header("x-session-affinity", "header").body(Body::from(body.to_string())).unwrap();
+        assert_eq!(server.send(request).await.status(), StatusCode::OK);
+        assert_eq!(server.turns.last().affinity.as_deref(), Some(session));
     }
 }
 
