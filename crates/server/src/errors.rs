@@ -60,6 +60,7 @@ impl ApiError {
     pub fn anthropic(&self) -> Value {
         let kind = match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
             StatusCode::NOT_FOUND => "not_found_error",
             StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",

@@ -14,10 +14,11 @@ use tower_http::cors::{AllowOrigin, Any, CorsLayer};
 use crate::App;
 use crate::errors::ApiError;
 
-/// Web pages that may talk to the server.
+/// Web pages that may talk to the server. One that the server itself sent always may.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Origins {
-    /// Those that this machine serves, on any port: a page from elsewhere could use the model of whoever visits it.
+    /// Those that this machine serves, on any port, and programs that are made of pages: a page from elsewhere could use the
+    /// model of whoever visits it.
     #[default]
     Local,
     /// These, each like `https://chat.example.org`.
@@ -34,17 +35,47 @@ pub fn cors(origins: &Origins) -> CorsLayer {
         .expose_headers([HeaderName::from_static("x-request-id"), header::RETRY_AFTER]);
     match origins.clone() {
         Origins::Any => layer.allow_origin(Any),
-        Origins::Local => layer.allow_origin(AllowOrigin::predicate(|origin, _| is_local(origin))),
-        Origins::Listed(list) => layer.allow_origin(AllowOrigin::predicate(move |origin, _| {
-            list.iter().any(|allowed| allowed.trim_end_matches('/').as_bytes() == origin.as_bytes())
-        })),
+        origins => layer.allow_origin(AllowOrigin::predicate(move |origin, _| origins.allow(origin))),
+    }
+}
+
+impl Origins {
+    fn allow(&self, origin: &HeaderValue) -> bool {
+        match self {
+            Origins::Any => true,
+            Origins::Listed(list) => {
+                list.iter().any(|allowed| allowed.trim_end_matches('/').as_bytes() == origin.as_bytes())
+            }
+            Origins::Local => is_local(origin),
+        }
     }
 }
 
 fn is_local(origin: &HeaderValue) -> bool {
     let uri = origin.to_str().ok().and_then(|text| text.parse::<Uri>().ok());
-    let host = uri.as_ref().and_then(Uri::host).unwrap_or_default();
-    matches!(host, "localhost" | "127.0.0.1" | "[::1]") || host.ends_with(".localhost")
+    let Some(uri) = uri else { return false };
+    // Extensions and programs on the desktop have schemes of their own; the web does not.
+    let is_web = uri.scheme().is_none_or(|scheme| matches!(scheme.as_str(), "http" | "https"));
+    let host = uri.host().unwrap_or_default();
+    !is_web || matches!(host, "localhost" | "127.0.0.1" | "[::1]") || host.ends_with(".localhost")
+}
+
+/// The layer that refuses what pages of other origins ask. Without it a browser would hide the answer from such a page, and
+/// the server would do the work.
+pub async fn refuse_foreign_pages(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let headers = request.headers();
+    let Some(origin) = headers.get(header::ORIGIN) else { return next.run(request).await };
+    let authority =
+        origin.as_bytes().windows(3).position(|three| three == b"://").map(|at| &origin.as_bytes()[at + 3..]);
+    let is_own = authority.is_some() && authority == headers.get(header::HOST).map(HeaderValue::as_bytes);
+    if is_own || app.settings.origins.allow(origin) {
+        return next.run(request).await;
+    }
+    let message = format!(
+        "pages from {} may not use this server; start it with `--cors ORIGIN` to allow them",
+        origin.to_str().unwrap_or("this origin")
+    );
+    ApiError::new(StatusCode::FORBIDDEN, message).into_response()
 }
 
 /// What is there without a key: for load balancers.
@@ -72,12 +103,29 @@ fn given_key(headers: &HeaderMap) -> Option<&str> {
     bearer.or_else(|| headers.get("x-api-key").and_then(|value| value.to_str().ok()))
 }
 
-/// The JSON of a request's body.
+/// Headers by which clients name the session that a request belongs to.
+const SESSION_HEADERS: [&str; 5] =
+    ["x-session-affinity", "x-session-id", "session_id", "session-id", "x-claude-code-session-id"];
+
+/// A request that was read.
+pub struct Received {
+    /// Its JSON.
+    pub body: Value,
+    /// What requests of one conversation have in common, if a header says it.
+    pub session: Option<String>,
+}
+
+/// Reads the JSON of a request.
 ///
 /// # Errors
 /// 415 for what says that it is no JSON, 413 for more than the server takes, 400 with line and column for broken JSON.
-pub async fn read_json(app: &App, request: Request) -> Result<Value, ApiError> {
+pub async fn read_json(app: &App, request: Request) -> Result<Received, ApiError> {
     let headers = request.headers();
+    let session = SESSION_HEADERS.iter().find_map(|name| headers.get(*name)?.to_str().ok()).map(str::to_owned);
+    if let Some(coding) = headers.get(header::CONTENT_ENCODING).filter(|coding| *coding != "identity") {
+        let message = format!("the body is compressed ({coding:?}); send it as it is, without Content-Encoding");
+        return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
+    }
     if let Some(kind) = headers.get(header::CONTENT_TYPE) {
         let kind = kind.to_str().unwrap_or_default();
         let essence = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
@@ -103,7 +151,7 @@ pub async fn read_json(app: &App, request: Request) -> Result<Value, ApiError> {
             return Err(ApiError::new(StatusCode::BAD_REQUEST, format!("the body could not be read: {error}")));
         }
     };
-    parse_json(&body)
+    Ok(Received { body: parse_json(&body)?, session })
 }
 
 fn is_length_limit(error: &axum::Error) -> bool {

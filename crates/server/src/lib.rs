@@ -21,6 +21,8 @@ pub mod service;
 pub mod sse;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod tests;
 mod trace;
 pub mod turn;
 pub mod turns;
@@ -77,6 +79,7 @@ pub fn router(turns: Arc<dyn Turns>, settings: Settings, pages: Router) -> Route
     api::routes()
         .method_not_allowed_fallback(errors::wrong_method)
         .route_layer(middleware::from_fn_with_state(app.clone(), guard::ask_for_key))
+        .route_layer(middleware::from_fn_with_state(app.clone(), guard::refuse_foreign_pages))
         .with_state(app)
         .merge(pages)
         .fallback(errors::unknown_path)

@@ -42,7 +42,7 @@ pub(crate) struct Played {
     /// Senders of turns whose play has no end: they are open until the client leaves.
     open: Mutex<Vec<mpsc::Sender<Result<TurnEvent, TurnError>>>>,
     /// Between events.
-    pub(crate) pause: Duration,
+    pause: Duration,
 }
 
 impl Played {
@@ -56,6 +56,10 @@ impl Played {
             open: Mutex::default(),
             pause: Duration::ZERO,
         }
+    }
+
+    pub(crate) fn with_pause(play: Play, pause: Duration) -> Played {
+        Played { pause, ..Played::new(play) }
     }
 
     /// Whether the clients of all unfinished turns are gone.

@@ -47,6 +47,12 @@ impl TurnRequest {
             affinity: None,
         }
     }
+
+    /// The same request, of this session unless it says another.
+    #[must_use]
+    pub fn of_session(self, session: Option<String>) -> TurnRequest {
+        TurnRequest { affinity: self.affinity.or(session), ..self }
+    }
 }
 
 /// What the model reads.

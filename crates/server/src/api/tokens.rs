@@ -14,7 +14,7 @@ use super::options::token_ids;
 use crate::App;
 use crate::errors::ApiError;
 use crate::fields::Fields;
-use crate::guard::read_json;
+use crate::guard::{Received, read_json};
 use crate::turn::{Input, TurnError};
 
 /// What is to be tokenized.
@@ -50,7 +50,7 @@ pub fn parse(body: &Value) -> Result<(Text, bool), TurnError> {
 }
 
 pub(super) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let (text, with_pieces) = parse(&read_json(&app, request).await?)?;
+    let (text, with_pieces) = parse(&read_json(&app, request).await?.body)?;
     let model = app.turns.text().clone();
     let ids = on_a_thread(move || match text {
         Text::Chat(chat) => count_chat(&model, &chat),
@@ -72,7 +72,7 @@ fn piece(model: &TextModel, id: u32) -> Value {
 }
 
 pub(super) async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let body = read_json(&app, request).await?;
+    let Received { body, .. } = read_json(&app, request).await?;
     let fields = Fields::of_body(&body)?;
     let Some(tokens) = fields.get("tokens") else {
         return fields.refuse("tokens", "an array of token ids").map_err(ApiError::from);

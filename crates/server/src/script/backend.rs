@@ -184,7 +184,7 @@ fn logprob(id: u32, said: u32, vocab: usize) -> f32 {
     if id == said { 0.5f32.ln() } else { (0.5 / vocab.saturating_sub(1).max(1) as f32).ln() }
 }
 
-/// A bias that forbids a token: the strongest of OpenAI's API.
+/// A bias of this forbids a token, and of its opposite compels one: the strongest of OpenAI's API.
 const FORBIDDING: f32 = -100.0;
 
 /// The next token that is allowed, and its result.
@@ -200,8 +200,9 @@ fn sample(
     let in_mask =
         |id: u32| mask.is_none_or(|mask| mask.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1));
     let is_allowed = |id: &u32| *id < params.vocab_limit && in_mask(*id) && !is_biased(*id);
+    let compelled = params.logit_bias.iter().filter(|(_, bias)| *bias >= -FORBIDDING).map(|(id, _)| *id);
     let said = rest.first().copied().unwrap_or(stop);
-    let chosen = match rest.iter().copied().find(is_allowed) {
+    let chosen = match compelled.chain(rest.iter().copied()).find(is_allowed) {
         Some(id) => id,
         None if error.is_some() => return (RowResult::Failed(Error::Device(error.unwrap_or_default())), stop),
         None => match Some(stop).filter(is_allowed).or_else(|| (0..vocab as u32).find(is_allowed)) {
@@ -407,6 +408,7 @@ impl Backend for ScriptBackend {
     fn memory(&self) -> MemoryReport {
         let state = |state: &State| state.capacity * self.caps.bytes_per_token + self.caps.bytes_per_state;
         MemoryReport {
+            weights_owned: self.script.bytes(),
             states: self.states.values().map(state).sum(),
             snapshots: self
                 .snapshots

@@ -78,8 +78,11 @@ fn id_of(rows: &[RowOutput]) -> u32 {
     token.id
 }
 
+/// The tokens that may follow a text.
+type Mask<'a> = Option<&'a dyn Fn(&str) -> BTreeSet<u32>>;
+
 /// The answer to a prompt up to its end, and the error at its end. `mask` is asked before each token.
-fn answer(script: &str, prompt: &[u32], mask: Option<&dyn Fn(&str) -> BTreeSet<u32>>) -> (String, Option<Error>) {
+fn answer(script: &str, prompt: &[u32], mask: Mask<'_>) -> (String, Option<Error>) {
     let text = text_model();
     let mut backend = load(script);
     let state = backend.new_state(2 * CONTEXT).unwrap();

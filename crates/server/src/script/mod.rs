@@ -24,7 +24,7 @@
 //! What is said depends on the prompt alone, as a real model's greedy answer does: not on what was cached, nor on other
 //! requests. The answer goes on from where the prompt leaves off: where the prompt opens a think block and the line has
 //! none, the block is closed at once; where the prompt closes it, the line's is skipped. Sampling settings change nothing.
-//! A token that a constraint or a bias of -100 forbids is skipped; where none of the rest is allowed the answer ends, and if
+//! A token that a constraint or a bias of -100 forbids is skipped, one with a bias of 100 comes; where none of the rest is allowed the answer ends, and if
 //! it must not end either, the lowest allowed token comes. A prompt without turns goes on with the first line without
 //! `when`.
 
@@ -183,6 +183,14 @@ impl Tokens {
             stop,
             text,
         })
+    }
+}
+
+impl Tokens {
+    /// Bytes of all tokens.
+    fn bytes(&self) -> usize {
+        let tokens = |line: &LineTokens| line.raw.len() + line.thinking.len() + line.gap.len() + line.content.len();
+        (self.header.len() + self.lines.iter().map(tokens).sum::<usize>()) * size_of::<u32>()
     }
 }
 

@@ -19,7 +19,7 @@ use super::{Heading, options, respond};
 use crate::App;
 use crate::errors::ApiError;
 use crate::fields::Fields;
-use crate::guard::read_json;
+use crate::guard::{Received, read_json};
 use crate::turn::{Format, Input, ToolChoice, TurnError, TurnRequest};
 
 /// How the answer is to be written.
@@ -131,14 +131,15 @@ fn affinity(fields: &Fields<'_>) -> Result<Option<String>, TurnError> {
 }
 
 pub(super) async fn handle(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
-    let (request, style) = parse(&read_json(&app, request).await?)?;
+    let Received { body, session } = read_json(&app, request).await?;
+    let (request, style) = parse(&body)?;
     let heading = Heading::new(&app, "msg_", style.model);
     let log = ("messages", heading.id.clone());
-    respond(&app, request, style.stream, surface::MessageSurface::new(heading), log).await
+    respond(&app, request.of_session(session), style.stream, surface::MessageSurface::new(heading), log).await
 }
 
 pub(super) async fn count_tokens(State(app): State<Arc<App>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let body = read_json(&app, request).await?;
+    let Received { body, .. } = read_json(&app, request).await?;
     let (chat, _) = chat(&Fields::of_body(&body)?)?;
     let model = app.turns.text().clone();
     let ids = on_a_thread(move || count_chat(&model, &chat)).await?;

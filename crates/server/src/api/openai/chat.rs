@@ -15,7 +15,7 @@ use crate::api::thinking::Thinking;
 use crate::api::{Heading, options, respond};
 use crate::errors::ApiError;
 use crate::fields::Fields;
-use crate::guard::read_json;
+use crate::guard::{Received, read_json};
 use crate::sse::{Frames, Surface};
 use crate::turn::{Input, TokenLogProb, TurnEnd, TurnError, TurnEvent, TurnRequest};
 
@@ -132,11 +132,13 @@ fn refuse_legacy(fields: &Fields<'_>) -> Result<(), TurnError> {
 }
 
 pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
-    let (request, style) = parse(&read_json(&app, request).await?)?;
+    let Received { body, session } = read_json(&app, request).await?;
+    let (request, style) = parse(&body)?;
     let heading = Heading::new(&app, "chatcmpl-", style.style.model.clone());
     let log = ("chat.completions", heading.id.clone());
     let is_streamed = style.style.stream;
-    respond(&app, request, is_streamed, ChatSurface { heading, style, logprobs: Vec::new() }, log).await
+    respond(&app, request.of_session(session), is_streamed, ChatSurface { heading, style, logprobs: Vec::new() }, log)
+        .await
 }
 
 /// The form of one answer.

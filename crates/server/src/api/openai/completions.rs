@@ -13,7 +13,7 @@ use crate::answer::{Answer, Part};
 use crate::api::{Heading, options, respond};
 use crate::errors::ApiError;
 use crate::fields::Fields;
-use crate::guard::read_json;
+use crate::guard::{Received, read_json};
 use crate::sse::{Frames, Surface};
 use crate::turn::{Input, TokenLogProb, TurnEnd, TurnError, TurnEvent, TurnRequest};
 
@@ -80,7 +80,8 @@ fn one_text(fields: &Fields<'_>, text: &str) -> Result<Input, TurnError> {
 }
 
 pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
-    let (request, style) = parse(&read_json(&app, request).await?)?;
+    let Received { body, session } = read_json(&app, request).await?;
+    let (request, style) = parse(&body)?;
     let heading = Heading::new(&app, "cmpl-", style.style.model.clone());
     let log = ("completions", heading.id.clone());
     let echo = match &request.input {
@@ -91,7 +92,7 @@ pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request) -> Res
     };
     let is_streamed = style.style.stream;
     let surface = CompletionSurface { heading, style, echo, logprobs: Vec::new(), offset: 0 };
-    respond(&app, request, is_streamed, surface, log).await
+    respond(&app, request.of_session(session), is_streamed, surface, log).await
 }
 
 /// The form of one answer.

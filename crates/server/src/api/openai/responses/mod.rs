@@ -15,7 +15,7 @@ use crate::api::thinking::Thinking;
 use crate::api::{Heading, options, respond};
 use crate::errors::ApiError;
 use crate::fields::Fields;
-use crate::guard::read_json;
+use crate::guard::{Received, read_json};
 use crate::turn::{Input, ToolChoice, TurnError, TurnRequest};
 
 /// How the answer is to be written.
@@ -148,9 +148,10 @@ fn echo(fields: &Fields<'_>, offered: Vec<Value>) -> Map<String, Value> {
 }
 
 pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
-    let (request, style) = parse(&read_json(&app, request).await?)?;
+    let Received { body, session } = read_json(&app, request).await?;
+    let (request, style) = parse(&body)?;
     let heading = Heading::new(&app, "resp_", style.model);
     let log = ("responses", heading.id.clone());
     let surface = surface::ResponseSurface::new(heading, style.echo, request.logprobs.is_some());
-    respond(&app, request, style.stream, surface, log).await
+    respond(&app, request.of_session(session), style.stream, surface, log).await
 }

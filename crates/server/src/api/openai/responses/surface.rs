@@ -223,15 +223,15 @@ impl Surface for ResponseSurface {
         let mut logprobs = Some(logprobs).filter(|_| self.has_logprobs);
         let mut output = Vec::with_capacity(answer.parts.len());
         for (index, part) in answer.parts.into_iter().enumerate() {
-            let (kind, text, complete) = match part {
-                Part::Reasoning(text) => (Kind::Reasoning, text, true),
-                Part::Content(text) => (Kind::Message, text, true),
+            let is_whole = !is_cut || index < last;
+            let (kind, text, is_whole) = match part {
+                Part::Reasoning(text) => (Kind::Reasoning, text, is_whole),
+                Part::Content(text) => (Kind::Message, text, is_whole),
                 Part::Call(Call { id, name, arguments, complete }) => (Kind::Call { id, name }, arguments, complete),
             };
             let logprobs = if kind == Kind::Message { logprobs.take() } else { None };
             let item = Item { text, logprobs: logprobs.unwrap_or_default(), ..Item::new(kind) };
-            let status = if complete && !(is_cut && index == last) { "completed" } else { "incomplete" };
-            output.push(item.json(status));
+            output.push(item.json(if is_whole { "completed" } else { "incomplete" }));
         }
         self.ended(&answer.end, &output)
     }
