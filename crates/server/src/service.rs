@@ -67,7 +67,7 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     grammars: OnceLock<Result<Grammars, String>>,
     draining: AtomicBool,
-    /// Failures of the device since it last worked.
+    /// Failures of the device since it last finished an answer.
     failures: AtomicUsize,
     status: Mutex<EngineStatus>,
     /// Turns that were accepted and are not over.
@@ -258,7 +258,7 @@ fn step(engine: &mut Engine, listeners: &mut Listeners, shared: &Shared) {
     });
     for (id, event) in events {
         match &event {
-            Ok(Event::Token(_)) => shared.failures.store(0, Ordering::Relaxed),
+            Ok(Event::Finished(_)) => shared.failures.store(0, Ordering::Relaxed),
             Err(EngineError::Backend(_)) => {
                 shared.failures.fetch_add(1, Ordering::Relaxed);
             }
