@@ -298,6 +298,11 @@ impl Engine {
 
     /// Gives waiting requests their sessions, as long as there are any.
     fn admit(&mut self) {
+        // A request often continues an answer that has just ended, and its last step may still be on its way.
+        while !self.waiting.is_empty() && self.running.iter().any(|running| running.job.is_over()) {
+            self.land();
+            self.release();
+        }
         while self.running.len() < self.options.running
             && let Some(mut job) = self.waiting.pop_front()
         {
