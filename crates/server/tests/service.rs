@@ -9,6 +9,7 @@ use std::time::Duration;
 use lily_engine::{Engine, EngineOptions, SessionOptions, TextModel};
 use lily_model::chat::Chat;
 use lily_model::{Config, Source};
+use lily_server::replicas::Replicas;
 use lily_server::script::{Script, ScriptBackend};
 use lily_server::service::{Service, ServiceSettings};
 use lily_server::turn::{Format, Input, ToolChoice, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest};
@@ -340,4 +341,35 @@ async fn turns_are_not_mixed_up() {
     for (n, turn) in turns.into_iter().enumerate() {
         assert_eq!(turn.await.unwrap(), format!("answer {} ", n % 20).repeat(20));
     }
+}
+
+#[tokio::test]
+async fn a_conversation_stays_with_its_replica() {
+    let script = line("Fine.");
+    let engine = || {
+        let caps = ScriptBackend::caps(&text());
+        let backend = ScriptBackend::new(Script::parse(&script).unwrap(), text(), caps).unwrap();
+        Engine::with_options(Box::new(backend), text(), options()).unwrap()
+    };
+    let replicas = Replicas::start(vec![engine(), engine(), engine()], &ServiceSettings::default()).unwrap();
+    for round in 0..4 {
+        for conversation in 0..9 {
+            // No two conversations have a beginning in common.
+            let system = format!("{} You are a patient helper.", char::from(b'a' + conversation));
+            let messages =
+                json!([{"role": "system", "content": system}, {"role": "user", "content": format!("{round}?")}]);
+            let affinity = (conversation % 2 == 0).then(|| conversation.to_string());
+            let request = TurnRequest { affinity, ..TurnRequest::new(Input::Chat(chat(messages))) };
+            let stream = replicas.start(request).await.unwrap();
+            let usage = collect(stream).await.unwrap().end.unwrap().usage;
+            // One without a name is known by its first question, and may be anywhere with another one.
+            if round == 0 || conversation % 2 == 0 {
+                assert_eq!(round > 0, usage.cached_tokens > 3, "{usage:?}");
+            }
+        }
+    }
+    assert!(replicas.metrics().contains("lily_turns_total{outcome=\"stop\"} 36"));
+    replicas.drain();
+    assert_eq!((replicas.readiness(), replicas.in_progress()), (Readiness::Draining, 0));
+    replicas.stop();
 }
