@@ -144,11 +144,9 @@ impl Forward<'_> {
         let LayerMixer::Delta { project, vectors, out } = &layer.mixer else { return Ok(()) };
         let (pass, k, s, sizes) = (&self.pass, self.kernels, self.scratch, &self.kernels.sizes);
         let at = (s.run, index, tokens);
-        let prepared = (s.convolved, s.gates);
         self.project(layer, *project, sizes.projected_delta, tokens)?;
-        k.delta_prepare(pass, at, s.projected, vectors, prepared)?;
-        k.delta_history(pass, at, s.projected)?;
-        k.delta_scan(pass, at, prepared, s.mixed)?;
+        k.delta_relate(pass, at, s.projected, vectors, s.related)?;
+        k.delta_scan(pass, at, (s.projected, s.related), s.mixed)?;
         let fixed = FixedRows::at(s.fixed, tokens, sizes.value_width);
         k.delta_norm(pass, (s.mixed, tokens), s.projected, vectors.norm, fixed)?;
         self.add_to_stream(*out, fixed, tokens)

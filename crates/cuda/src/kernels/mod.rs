@@ -33,6 +33,7 @@ pub(crate) const SOURCES: &[(&str, &str)] = &[
     ("gemm.cu", include_str!("gemm.cu")),
     ("gemm_wide.cu", include_str!("gemm_wide.cu")),
     ("attention_wide.cu", include_str!("attention_wide.cu")),
+    ("delta_wide.cu", include_str!("delta_wide.cu")),
     ("moe.cu", include_str!("moe.cu")),
     ("rows.cu", include_str!("rows.cu")),
     ("sample.cu", include_str!("sample.cu")),
@@ -217,8 +218,7 @@ kernels! {
     norm_rows: NONE;
     fix_rows: NONE;
     delta_norm: NONE;
-    delta_prepare: NONE;
-    delta_history: NONE;
+    delta_relate: delta::shared_of_relate;
     delta_scan: delta::shared_of_scan;
     attention_prepare: NONE;
     attend_many: attention::shared_of_many;
