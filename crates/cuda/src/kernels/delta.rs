@@ -2,7 +2,7 @@
 
 use lily_backend::Result;
 
-use super::{Kernels, Pass, Sizes, arguments};
+use super::{BLOCK_INPUTS, FixedRows, Kernels, Pass, Sizes, arguments};
 use crate::device::Pointer;
 
 /// CTAs that share a value head.
@@ -14,7 +14,7 @@ const PIECE: usize = 16_384;
 /// Bytes of the other one: half a square of 64 tokens in fragments, and two factors of each token.
 const LOWER_PIECE: usize = 20 * 512 + 2 * CHUNK * 4;
 /// Pieces of [`Kernels::delta_scan`] in shared memory.
-const SCAN_SLOTS: usize = 5;
+const SCAN_SLOTS: usize = 3;
 
 /// A head of a chunk; its keys as fragments or a square of its tokens; three numbers of each token and value head, and one of each token.
 pub(super) fn shared_of_relate(s: &Sizes) -> usize {
@@ -22,9 +22,9 @@ pub(super) fn shared_of_relate(s: &Sizes) -> usize {
     CHUNK * per_token
 }
 
-/// A ring of pieces, and sums of four warps.
+/// A ring of pieces, sums of eight warps, and operands of two groups of them.
 pub(super) fn shared_of_scan(_: &Sizes) -> usize {
-    SCAN_SLOTS * PIECE + 4 * 8 * 512
+    SCAN_SLOTS * PIECE + 8 * 6 * 512 + 2 * 4 * 4 * 512
 }
 
 /// Bytes between [`Kernels::delta_relate`] and [`Kernels::delta_scan`] for `tokens` tokens.
@@ -69,8 +69,13 @@ impl Kernels {
         v: &DeltaVectors,
         related: Pointer,
     ) -> Result<()> {
-        let (layer, grid, tokens) = (layer as i32, (tokens.div_ceil(CHUNK), self.sizes.key_heads), tokens as i32);
-        let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, tokens, related];
+        let chunks = tokens.div_ceil(CHUNK);
+        // A CTA to each value head does some work twice; while there are processors for all of them that costs no time.
+        let alone = chunks * self.sizes.value_heads <= 2 * pass.device.processors as usize;
+        let shares = if alone { self.sizes.value_heads / self.sizes.key_heads } else { 1 };
+        let grid = (chunks, self.sizes.key_heads * shares);
+        let (layer, tokens, shares) = (layer as i32, tokens as i32, shares as i32);
+        let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, tokens, shares, related];
         pass.launch(self.delta_relate, grid, 256, arguments)
     }
 
@@ -84,6 +89,19 @@ impl Kernels {
     ) -> Result<()> {
         let (layer, tokens, grid) = (layer as i32, tokens as i32, (self.sizes.value_heads * SLICES, 1));
         let arguments = arguments![run, layer, projected, related, tokens, out];
-        pass.launch(self.delta_scan, grid, 128, arguments)
+        pass.launch(self.delta_scan, grid, 256, arguments)
+    }
+
+    /// The gated norm of up to [`ROWS`](super::rows::ROWS) tokens, as linears of rows take their inputs.
+    pub(crate) fn few_delta_norm(
+        &self,
+        pass: &Pass<'_>,
+        (o, tokens): (Pointer, usize),
+        projected: Pointer,
+        norm: Pointer,
+        out: FixedRows,
+    ) -> Result<()> {
+        let grid = (tokens * out.width as usize / BLOCK_INPUTS, 1);
+        pass.launch(self.few_delta_norm, grid, 32, arguments![o, projected, norm, out])
     }
 }

@@ -13,8 +13,8 @@
 //
 // Operands lie as the tensor cores take them: a fragment is 16 (k) x 8 (n) of a B operand, 16 bytes a lane, namely its high halves
 // and its low halves. Of each chunk and key head two pieces of Q and two of K, of each value head two of W, one of P, and U:
-//   Q, W: piece = pair of key steps, [half of keys][key step of the pair][8 of tokens], a fragment = 16 keys x 8 tokens
-//   K: piece = half of the key blocks, [half of keys][token step][4 key blocks], a fragment = 16 tokens x 8 keys
+//   Q, W: first or second 16 keys of every 32, [32 keys][8 of tokens], a fragment = 16 keys x 8 tokens
+//   K: likewise, [32 keys][16 of tokens][8 of the 16 keys], a fragment = 16 tokens x 8 keys
 //   P: fragments of 16 tokens j x 8 tokens i on and below the diagonal, i by i; then c and D_n, [2][CHUNK]
 //   U: [8 of 16 values][8 of 8 tokens], a fragment = 16 values x 8 tokens as the tensor cores leave sums, f32
 // Reference: lily_reference::ops::{conv_step, delta_query, delta_key, decay, delta_step}.
@@ -81,7 +81,7 @@ template <int COUNT> DEVICE void add_products(float (*sums)[4], const Rows16& a,
     for (int i = 0; i < COUNT; i++) mma_bf16(sums[i], a.high, b[i].x, b[i].y);
 }
 
-// ---- A chunk of a key head and its value heads. Grid [chunks, KEY_HEADS], 8 warps.
+// ---- A chunk of a key head and its value heads, which `shares` CTAs share. Grid [chunks, KEY_HEADS * shares], 8 warps.
 // In: projected [tokens, PROJ_DELTA], taps [CONV_WIDTH, 4], rates = exp(A_log), dt_bias [VALUE_HEADS]. Out: related.
 constexpr int RELATE_THREADS = 256;
 constexpr int STAGE_STRIDE = DELTA_HEAD + 4;
@@ -116,38 +116,42 @@ DEVICE uint4 column_of_square(const float (*square)[SQUARE_STRIDE], int row, int
 
 KERNEL(RELATE_THREADS, 2)
 delta_relate(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
-             int tokens, char* related) {
-    extern __shared__ __align__(128) char dynamic_shared[];
+             int tokens, int shares, char* related) {
     Relate& shared = *(Relate*)dynamic_shared;
-    const int chunk = blockIdx.x, key_head = blockIdx.y, first = chunk * CHUNK;
+    const int chunk = blockIdx.x, key_head = blockIdx.y / shares, share = blockIdx.y % shares, first = chunk * CHUNK;
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     // Of products over pairs of tokens a warp has 16 rows, and of 16 columns every second lot.
     const int rows = warp >> 1, odd = warp & 1;
+    // Tokens of the chunk that there are, and 16 of them that are not all beyond the last.
+    const int live = min(CHUNK, tokens - first), blocks = (live + 15) / 16;
+    launch_dependents();
+    wait_for_inputs();
 
     // Convolution of a head's channels; half of the threads has half of the tokens.
     auto convolve_head = [&](int head_channel) {
-        const int channel = head_channel + tid % DELTA_HEAD, begin = tid / DELTA_HEAD * (CHUNK / 2);
+        constexpr int EACH = CHUNK / 2;
+        const int channel = head_channel + tid % DELTA_HEAD, begin = tid / DELTA_HEAD * EACH;
+        float* to = &shared.stage[begin][tid % DELTA_HEAD];
+        if (begin >= live) {
+#pragma unroll
+            for (int i = 0; i < EACH; i++) to[i * STAGE_STRIDE] = 0.0f;
+            return;
+        }
         const float4 tap = __ldg(taps + channel);
-        const float* column = projected + channel;
-        float u[3];
+        // All of them are on their way at once.
+        const float* column = projected + (u64)(first + begin) * PROJ_DELTA + channel;
+        float u[EACH + 3];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) u[i + 3] = begin + i < live ? column[(u64)i * PROJ_DELTA] : 0.0f;
 #pragma unroll
         for (int i = 0; i < 3; i++) {
             const int at = first + begin - 3 + i;
-            u[i] = at >= 0 ? column[(u64)min(at, tokens - 1) * PROJ_DELTA]
+            u[i] = at >= 0 ? projected[(u64)at * PROJ_DELTA + channel]
                            : history_slot(run->conv, layer, run->position + 4 + at)[channel];
         }
-        constexpr int TOGETHER = 8;
-#pragma unroll 1
-        for (int part = begin; part < begin + CHUNK / 2; part += TOGETHER) {
-            float x[TOGETHER];
 #pragma unroll
-            for (int i = 0; i < TOGETHER; i++) x[i] = column[(u64)min(first + part + i, tokens - 1) * PROJ_DELTA];
-#pragma unroll
-            for (int i = 0; i < TOGETHER; i++) {
-                shared.stage[part + i][tid % DELTA_HEAD] = first + part + i < tokens ? convolve(u[0], u[1], u[2], x[i], tap) : 0.0f;
-                u[0] = u[1], u[1] = u[2], u[2] = x[i];
-            }
-        }
+        for (int i = 0; i < EACH; i++)
+            to[i * STAGE_STRIDE] = begin + i < live ? convolve(u[i], u[i + 1], u[i + 2], u[i + 3], tap) : 0.0f;
     };
     // Gives the staged rows the length `length`; a warp has eight.
     auto unit_rows = [&](float length) {
@@ -195,13 +199,13 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
     }
     // Of 16 keys, for the sums over tokens, here and in the scan.
     char* own_key = related_key(related, chunk, key_head) + lane * 16;
-    char* own_keys = own_key + (2 + (warp & 3) / 2) * PIECE + ((warp >> 2) * 16 + (warp & 1) * 2) * FRAGMENT;
+    char* own_keys = own_key + (2 + odd) * PIECE + rows * 8 * FRAGMENT;
 #pragma unroll
     for (int step = 0; step < CHUNK / 16; step++)
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const float* from = &shared.stage[step * 16 + 2 * t][warp * 16 + j * 8 + g];
-            *(uint4*)(own_keys + (step * 4 + j) * FRAGMENT) = fragment_of(
+            *(uint4*)(own_keys + (step * 2 + j) * FRAGMENT) = fragment_of(
                 make_float2(from[0], from[STAGE_STRIDE]), make_float2(from[8 * STAGE_STRIDE], from[9 * STAGE_STRIDE]));
         }
     __syncthreads();
@@ -213,7 +217,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
         const Rows16 a = rows_of(shared.keys[2 * rows][step][lane], shared.keys[2 * rows + 1][step][lane]);
 #pragma unroll
         for (int lot = 0; lot < 2; lot++)
-            if (odd + 2 * lot <= rows) {
+            if (odd + 2 * lot <= rows && rows < blocks) {
                 const uint4 b[2] = {shared.keys[2 * odd + 4 * lot][step][lane], shared.keys[2 * odd + 4 * lot + 1][step][lane]};
                 add_products<2>(key_products[lot], a, b);
             }
@@ -227,12 +231,12 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
         const uint4 early = fragment_of(*(const float2*)from, *(const float2*)(from + 8));
         from += 8 * STAGE_STRIDE;
         const uint4 late = fragment_of(*(const float2*)from, *(const float2*)(from + 8));
-        *(uint4*)(own_key + (step & 3) / 2 * PIECE + (((step >> 2) * 2 + (step & 1)) * 8 + rows * 2 + odd) * FRAGMENT) =
+        *(uint4*)(own_key + (step & 1) * PIECE + ((step >> 1) * 8 + rows * 2 + odd) * FRAGMENT) =
             odd ? late : early;
         const Rows16 a = rows_of(early, late);
 #pragma unroll
         for (int lot = 0; lot < 2; lot++)
-            if (odd + 2 * lot <= rows) {
+            if (odd + 2 * lot <= rows && rows < blocks) {
                 const uint4 b[2] = {shared.keys[2 * odd + 4 * lot][step][lane], shared.keys[2 * odd + 4 * lot + 1][step][lane]};
                 add_products<2>(query_products[lot], a, b);
             }
@@ -240,7 +244,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
     __syncthreads();
 
 #pragma unroll 1
-    for (int h = 0; h < VALUES_PER_KEY; h++) {
+    for (int h = share; h < VALUES_PER_KEY; h += shares) {
         const int head = key_head * VALUES_PER_KEY + h;
         char* own_value = related_value(related, chunk, head) + lane * 16;
         const float2* logs = shared.logs[h];
@@ -249,7 +253,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
 #pragma unroll
         for (int lot = 0; lot < 2; lot++) {
             const int columns = odd + 2 * lot;
-            if (columns > rows) continue;
+            if (columns > rows || rows >= blocks) continue;
             float p[2][4];
 #pragma unroll
             for (int half = 0; half < 2; half++)
@@ -275,7 +279,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
         __syncthreads();
 
         // T, first its blocks of 16 x 16 on the diagonal: a thread has a column of one.
-        if (tid < CHUNK) {
+        if (tid < 16 * blocks) {
             const int block = tid & ~15, column = tid & 15;
             float x[16];
 #pragma unroll
@@ -291,14 +295,15 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
                 }
                 x[i] = sum;
             }
-            __syncwarp();
+            // Nobody reads another block.
+            __syncwarp(__activemask());
 #pragma unroll
             for (int i = 0; i < 16; i++) shared.square[block + i][block + column] = x[i];
         }
         __syncthreads();
         // [[X, 0], [Y, Z]]^-1 = [[X', 0], [-Z' Y X', Z']]: of 16 x 16, then of 32 x 32.
         const float2 ones = make_float2(1.0f, 1.0f);
-        if (warp < 2) {
+        if (warp < blocks / 2) {
             const int block = warp * 32;
             const Rows16 z = rows_of_square(shared.square, block + 16 + g, block + 16 + 2 * t, ones, ones);
             float zy[2][4] = {}, zyx[2][4] = {};
@@ -318,7 +323,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
         }
         __syncthreads();
         float zyx[4][4] = {};
-        if (warp < 2) {
+        if (warp < blocks - 2) {
             float zy[4][4] = {};
 #pragma unroll
             for (int step = 0; step < 2; step++)
@@ -339,7 +344,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
             }
         }
         __syncthreads();
-        if (warp < 2) {
+        if (warp < blocks - 2) {
 #pragma unroll
             for (int n = 0; n < 4; n++)
 #pragma unroll
@@ -353,19 +358,19 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
 #pragma unroll
         for (int step = 0; step < CHUNK / 16; step++)
 #pragma unroll
-            for (int j = 0; j < 2; j++) keys[step][j] = load_fragment(own_keys + (step * 4 + j) * FRAGMENT);
+            for (int j = 0; j < 2; j++) keys[step][j] = load_fragment(own_keys + (step * 2 + j) * FRAGMENT);
 #pragma unroll 1
         for (int i = 0; i < CHUNK / 16; i++) {
             float sums[2][4] = {};
 #pragma unroll
             for (int step = 0; step < CHUNK / 16; step++) {
-                if (step > i) break;
+                if (step > i || i >= blocks) break;
                 const float* weights = &shared.weights[step * 16 + 2 * t];
                 const Rows16 a = rows_of_square(shared.square, i * 16 + g, step * 16 + 2 * t, *(const float2*)weights,
                                                 *(const float2*)(weights + 8));
                 add_products<2>(sums, a, keys[step]);
             }
-            char* to = own_value + (warp & 3) / 2 * PIECE + (((warp >> 2) * 2 + (warp & 1)) * 8 + 2 * i) * FRAGMENT;
+            char* to = own_value + odd * PIECE + (rows * 8 + 2 * i) * FRAGMENT;
             *(uint4*)to = fragment_of(make_float2(sums[0][0], sums[0][1]), make_float2(sums[1][0], sums[1][1]));
             *(uint4*)(to + FRAGMENT) = fragment_of(make_float2(sums[0][2], sums[0][3]), make_float2(sums[1][2], sums[1][3]));
         }
@@ -384,7 +389,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
             float sums[2][4] = {};
 #pragma unroll
             for (int step = 0; step < CHUNK / 16; step++) {
-                if (step > i) break;
+                if (step > i || i >= blocks) break;
                 const float* beta = &betas[step * 16 + 2 * t];
                 const float2 early = *(const float2*)beta, late = *(const float2*)(beta + 8);
                 uint4 b[2];
@@ -405,31 +410,44 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
     }
 }
 
-// ---- Chunk after chunk. A CTA has 32 values of a head, so that 4 share a head; its two pairs of warps have 16 values each, and of a
-// pair each warp half of the keys, whose part of the state stays in its registers: as sums, and in halves as the A operand. Sums
-// over keys and the two halves of the tokens' outputs meet in shared memory. Pieces come through a ring.
+// ---- Chunk after chunk. A CTA has 32 values of a head, so that 4 share a head; its two groups of four warps have 16 values each, and of
+// a group each warp 32 of the keys, whose part of the state stays in its registers, and 16 of the tokens, whose E and O it finishes.
+// Sums over keys meet in shared memory. Pieces come through a ring.
 // Out: out [tokens, VALUE_WIDTH] = o; the state; and the last four inputs into the history of the convolution.
-constexpr int SCAN_THREADS = 128;
-constexpr int SCAN_SLOTS = 5;
-constexpr int SCAN_PIECES = 7;   // of a chunk: W, W, Q, Q, P, K, K
+constexpr int SCAN_THREADS = 256;
+constexpr int SCAN_SLOTS = 3;
+constexpr int SCAN_PIECES = 7;   // of a chunk: W, W, Q, Q, K, K, P
 struct Scan {
     char slots[SCAN_SLOTS][PIECE];
-    float4 met[4][8][32];   // of a warp, 8 of 8 tokens
+    float4 met[8][6][32];            // of a warp: sums over its keys, of 8 tokens each that it does not finish
+    uint4 errors[2][4][2][2][32];    // of a group: 16 tokens of E, as it is and times D_n, as A operands' high and low halves
 };
 
 KERNEL(SCAN_THREADS, 1)
 delta_scan(const Run* run, int layer, const float* projected, const char* related, int tokens, float* out) {
-    extern __shared__ __align__(128) char dynamic_shared[];
     Scan& shared = *(Scan*)dynamic_shared;
     const int head = blockIdx.x >> 2, slice = blockIdx.x & 3, key_head = head / VALUES_PER_KEY;
-    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3, half = warp & 1;
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    const int group = warp >> 2, part = warp & 3;
     const int chunks = (tokens + CHUNK - 1) / CHUNK;
     const char* keys_at = related_key((char*)related, 0, key_head);
     const char* values_at = related_value((char*)related, 0, head);
+    float* state = run->delta + (((u64)layer * VALUE_HEADS + head) * DELTA_HEAD + slice * 32 + group * 16 + g) * DELTA_HEAD +
+                   part * 32 + 2 * t;
+    launch_dependents();
+    float s[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float2 x = *(const float2*)(state + r * 8 * DELTA_HEAD + n * 8);
+            s[n][2 * r] = x.x, s[n][2 * r + 1] = x.y;
+        }
+    wait_for_inputs();
 
     // What the next convolution begins with; the last one is done.
     const int old = tokens - 4 + warp;
-    if (old >= 0) {
+    if (warp < 4 && old >= 0) {
         float* history = history_slot(run->conv, layer, run->position + old);
         const float* row = projected + (u64)old * PROJ_DELTA;
         int channel = 2 * KEY_WIDTH + head * DELTA_HEAD + slice * 32 + lane;
@@ -440,15 +458,13 @@ delta_scan(const Run* run, int layer, const float* projected, const char* relate
             history[channel + KEY_WIDTH] = row[channel + KEY_WIDTH];
         }
     }
-    int next_piece = 0, next_slot = 0;
-    u64 next_chunk = 0;
+    int next_piece = 0, next_slot = 0, next_chunk = 0;
     auto load = [&]() {
         if (next_chunk < chunks) {
             const char* from = next_piece < 2   ? values_at + next_piece * PIECE
-                               : next_piece < 4 ? keys_at + (next_piece - 2) * PIECE
-                               : next_piece > 4 ? keys_at + (next_piece - 3) * PIECE
+                               : next_piece < 6 ? keys_at + (next_piece - 2) * PIECE
                                                 : values_at + 4 * PIECE;
-            const int bytes = next_piece == 4 ? LOWER_PIECE : PIECE;
+            const int bytes = next_piece < 6 ? PIECE : LOWER;
             from += next_chunk * RELATED_CHUNK;
 #pragma unroll
             for (int i = 0; i < PIECE / 16 / SCAN_THREADS; i++) {
@@ -461,7 +477,7 @@ delta_scan(const Run* run, int layer, const float* projected, const char* relate
         copy_commit();
     };
     int slot = -1;
-    // The next piece, as this lane sees it.
+    // The next piece, as this lane sees it. All warps are done with the one before.
     auto next = [&]() {
         copy_wait<SCAN_SLOTS - 2>();
         __syncthreads();
@@ -469,109 +485,134 @@ delta_scan(const Run* run, int layer, const float* projected, const char* relate
         if (++slot == SCAN_SLOTS) slot = 0;
         return shared.slots[slot] + lane * 16;
     };
-    // A pair's warps have blocks of 8 tokens in orders of their own: first those whose outputs they write.
-    const int turned = half * 4;
-    float* state = run->delta + (((u64)layer * VALUE_HEADS + head) * DELTA_HEAD + slice * 32 + (warp >> 1) * 16 + g) * DELTA_HEAD +
-                   half * (DELTA_HEAD / 2) + 2 * t;
-    float s[8][4];
-#pragma unroll
-    for (int n = 0; n < 8; n++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float2 x = *(const float2*)(state + r * 8 * DELTA_HEAD + n * 8);
-            s[n][2 * r] = x.x, s[n][2 * r + 1] = x.y;
-        }
 #pragma unroll
     for (int i = 0; i < SCAN_SLOTS - 1; i++) load();
 
-    const char* own_u = values_at + 2 * PIECE + (slice * 2 + (warp >> 1)) * 8 * FRAGMENT + lane * 16;
-    float* own_out = out + head * DELTA_HEAD + slice * 32 + (warp >> 1) * 16 + g;
+    // A group's warps have tokens, eight by eight, in orders of their own: first those that they finish.
+    const int turned = 2 * part;
+    // Where sums of other warps over this warp's tokens lie.
+    auto add_met = [&](float(*sums)[4]) {
+#pragma unroll
+        for (int other = 1; other < 4; other++)
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const float4 x = shared.met[warp ^ other][2 * other + n - 2][lane];
+                sums[n][0] += x.x, sums[n][1] += x.y, sums[n][2] += x.z, sums[n][3] += x.w;
+            }
+    };
+    auto put_met = [&](const float(*sums)[4]) {
+#pragma unroll
+        for (int n = 2; n < 8; n++) shared.met[warp][n - 2][lane] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+    };
+    const char* own_u = values_at + 2 * PIECE + ((slice * 2 + group) * 8 + turned) * FRAGMENT + lane * 16;
+    const char* own_factors = values_at + 4 * PIECE + LOWER;
+    float* own_out = out + head * DELTA_HEAD + slice * 32 + group * 16 + g;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++) {
         float e[8][4] = {}, o[8][4] = {};
+        float2 from_start[2], to_end[2];
+        const u64 at_chunk = chunk * RELATED_CHUNK;
+        const float* factors = (const float*)(own_factors + at_chunk);
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const float4 u = load_cg((const float4*)(own_u + chunk * RELATED_CHUNK + (n + turned) * FRAGMENT));
+        for (int n = 0; n < 2; n++) {
+            const float4 u = load_cg((const float4*)(own_u + at_chunk + n * FRAGMENT));
             e[n][0] = u.x, e[n][1] = u.y, e[n][2] = u.z, e[n][3] = u.w;
+            from_start[n] = __ldcg((const float2*)(factors + (turned + n) * 8 + 2 * t));
+            to_end[n] = __ldcg((const float2*)(factors + CHUNK + (turned + n) * 8 + 2 * t));
         }
-        Rows16 operand[4];
+        const float shrink = load_cg(factors + CHUNK - 1);
+        const Rows16 own[2] = {rows_of(s[0], s[1]), rows_of(s[2], s[3])};
+        auto meet = [&](float(*sums)[4], const Rows16& state) {
+            const char* piece = next() + part * 8 * FRAGMENT;
+            uint4 b[8];
 #pragma unroll
-        for (int step = 0; step < 4; step++) operand[step] = rows_of(s[2 * step], s[2 * step + 1]);
-        auto meet = [&](float(*sums)[4], int pair) {
-            const char* piece = next() + half * 16 * FRAGMENT;
-#pragma unroll
-            for (int step = 0; step < 2; step++) {
-                uint4 b[8];
-#pragma unroll
-                for (int n = 0; n < 8; n++) b[n] = *(const uint4*)(piece + (step * 8 + (n ^ turned)) * FRAGMENT);
-                add_products<8>(sums, operand[2 * pair + step], b);
-            }
+            for (int n = 0; n < 8; n++) b[n] = *(const uint4*)(piece + (n ^ turned) * FRAGMENT);
+            add_products<8>(sums, state, b);
         };
-        meet(e, 0);
-        meet(e, 1);
+        meet(e, own[0]);
+        meet(e, own[1]);
+        put_met(e);
+        meet(o, own[0]);
+        add_met(e);
 #pragma unroll
-        for (int n = 0; n < 8; n++) shared.met[warp][n ^ turned][lane] = make_float4(e[n][0], e[n][1], e[n][2], e[n][3]);
-        meet(o, 0);
+        for (int kind = 0; kind < 2; kind++) {
+            if (kind)
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const float4 x = shared.met[warp ^ 1][n ^ turned][lane];
-            e[n][0] += x.x, e[n][1] += x.y, e[n][2] += x.z, e[n][3] += x.w;
+                for (int n = 0; n < 2; n++)
+                    e[n][0] *= to_end[n].x, e[n][1] *= to_end[n].y, e[n][2] *= to_end[n].x, e[n][3] *= to_end[n].y;
+            const Rows16 rows = rows_of(e[0], e[1]);
+            shared.errors[group][part][kind][0][lane] = make_uint4(rows.high[0], rows.high[1], rows.high[2], rows.high[3]);
+            shared.errors[group][part][kind][1][lane] = make_uint4(rows.low[0], rows.low[1], rows.low[2], rows.low[3]);
         }
-        meet(o, 1);
+        meet(o, own[1]);
+        put_met(o);
+        auto errors = [&](int step, int kind) {
+            const uint4 high = shared.errors[group][step][kind][0][lane], low = shared.errors[group][step][kind][1][lane];
+            return Rows16{{high.x, high.y, high.z, high.w}, {low.x, low.y, low.z, low.w}};
+        };
 #pragma unroll
-        for (int n = 4; n < 8; n++) shared.met[warp][n ^ turned][lane] = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
-
-        const char* lower = next();
-        const float* factors = (const float*)(lower - lane * 16 + LOWER);
+        for (int n = 0; n < 4; n++) s[n][0] *= shrink, s[n][1] *= shrink, s[n][2] *= shrink, s[n][3] *= shrink;
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const float4 x = shared.met[warp ^ 1][n ^ turned][lane];
-            const float2 c = *(const float2*)(factors + (n ^ turned) * 8 + 2 * t);
-            o[n][0] = (o[n][0] + x.x) * c.x, o[n][1] = (o[n][1] + x.y) * c.y;
-            o[n][2] = (o[n][2] + x.z) * c.x, o[n][3] = (o[n][3] + x.w) * c.y;
-        }
-#pragma unroll
-        for (int step = 0; step < 4; step++) {
-            const Rows16 a = rows_of(e[2 * step], e[2 * step + 1]);
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const int i = n ^ turned, j = step ^ 2 * half;
-                if (j <= i / 2)
-                    add_product(o[n], a, *(const uint4*)(lower + ((i / 2) * (i / 2 + 1) + (i & 1) * (i / 2 + 1) + j) * FRAGMENT));
-            }
-        }
-        const float shrink = factors[CHUNK - 1];
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const float2 d = *(const float2*)(factors + CHUNK + (n ^ turned) * 8 + 2 * t);
-            e[n][0] *= d.x, e[n][1] *= d.y, e[n][2] *= d.x, e[n][3] *= d.y;
-            s[n][0] *= shrink, s[n][1] *= shrink, s[n][2] *= shrink, s[n][3] *= shrink;
-        }
-#pragma unroll
-        for (int step = 0; step < 4; step++) operand[step] = rows_of(e[2 * step], e[2 * step + 1]);
-        const int token = chunk * CHUNK + 2 * t;
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const int at = token + (n ^ turned) * 8 + (c & 1);
-                if (at < tokens) own_out[(u64)at * VALUE_WIDTH + (c >> 1) * 8] = o[n][c];
-            }
-#pragma unroll
-        for (int part = 0; part < 2; part++) {
-            const char* piece = next() + half * 16 * FRAGMENT;
+        for (int half = 0; half < 2; half++) {
+            const char* piece = next() + part * 8 * FRAGMENT;
 #pragma unroll
             for (int step = 0; step < 4; step++) {
-                uint4 b[4];
-#pragma unroll
-                for (int n = 0; n < 4; n++) b[n] = *(const uint4*)(piece + ((step ^ 2 * half) * 4 + n) * FRAGMENT);
-                add_products<4>(s + 4 * part, operand[step], b);
+                const uint4 b[2] = {*(const uint4*)(piece + step * 2 * FRAGMENT), *(const uint4*)(piece + (step * 2 + 1) * FRAGMENT)};
+                add_products<2>(s + 2 * half, errors(step, 1), b);
             }
         }
+        const char* lower = next() + part * (part + 1) * FRAGMENT;
+        add_met(o);
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+            o[n][0] *= from_start[n].x, o[n][1] *= from_start[n].y, o[n][2] *= from_start[n].x, o[n][3] *= from_start[n].y;
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+            if (step <= part) {
+                const uint4 b[2] = {*(const uint4*)(lower + step * FRAGMENT), *(const uint4*)(lower + (part + 1 + step) * FRAGMENT)};
+                add_products<2>(o, errors(step, 0), b);
+            }
+        const int token = chunk * CHUNK + part * 16 + 2 * t;
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const int at = token + n * 8 + (c & 1);
+                if (at < tokens) own_out[(u64)at * VALUE_WIDTH + (c >> 1) * 8] = o[n][c];
+            }
     }
 #pragma unroll
-    for (int n = 0; n < 8; n++)
+    for (int n = 0; n < 4; n++)
 #pragma unroll
         for (int r = 0; r < 2; r++)
             *(float2*)(state + r * 8 * DELTA_HEAD + n * 8) = make_float2(s[n][2 * r], s[n][2 * r + 1]);
+}
+
+// ---- The gated norm of a delta layer for up to ROWS tokens, rounded to fixed point as the kernels of rows.cu take it. A warp has a block
+// of a token. In: o [tokens, VALUE_WIDTH], z in projected. Reference: lily_reference::ops::gated_norm.
+KERNEL(32, 16) few_delta_norm(const float* o, const float* projected, const float* norm, FixedRows out) {
+    const int lane = threadIdx.x, blocks = out.width / BLOCK_INPUTS;
+    const int row = blockIdx.x / blocks, block = blockIdx.x % blocks, k = lane_start(block, lane);
+    launch_dependents();
+    wait_for_inputs();
+    float v[16] = {};
+    if (k < VALUE_WIDTH) {
+        float z[16], w[16];
+        load16(v, o + row * VALUE_WIDTH + k);
+        load16(z, projected + row * PROJ_DELTA + PROJ_Z + k);
+        load16(w, norm + k % DELTA_HEAD);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 16; i++) sum += v[i] * v[i];
+        // Lanes 4 apart have the same inputs, those 8 apart the other half of the head; whole halves of warps are here.
+        const u32 mask = 0xffffu << (lane & 16);
+        sum += __shfl_xor_sync(mask, sum, 1);
+        sum += __shfl_xor_sync(mask, sum, 2);
+        sum += __shfl_xor_sync(mask, sum, 8);
+        const float scale = inverse_root(sum / DELTA_HEAD + RMS_EPS);
+#pragma unroll
+        for (int i = 0; i < 16; i++) v[i] *= scale * w[i] * silu(z[i]);
+    }
+    __syncwarp();
+    store_lane(out, row, block, fix_lane(v, lane), lane);
 }

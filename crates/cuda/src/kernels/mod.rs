@@ -33,9 +33,9 @@ pub(crate) const SOURCES: &[(&str, &str)] = &[
     ("gemm.cu", include_str!("gemm.cu")),
     ("gemm_wide.cu", include_str!("gemm_wide.cu")),
     ("attention_wide.cu", include_str!("attention_wide.cu")),
-    ("delta_wide.cu", include_str!("delta_wide.cu")),
     ("moe.cu", include_str!("moe.cu")),
     ("rows.cu", include_str!("rows.cu")),
+    ("delta_wide.cu", include_str!("delta_wide.cu")),
     ("sample.cu", include_str!("sample.cu")),
 ];
 
@@ -220,6 +220,7 @@ kernels! {
     delta_norm: NONE;
     delta_relate: delta::shared_of_relate;
     delta_scan: delta::shared_of_scan;
+    few_delta_norm: NONE;
     attention_prepare: NONE;
     attend_many: attention::shared_of_many;
     fill_noise: NONE;
