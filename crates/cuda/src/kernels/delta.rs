@@ -16,15 +16,15 @@ const LOWER_PIECE: usize = 20 * 512 + 2 * CHUNK * 4;
 /// Pieces of [`Kernels::delta_scan`] in shared memory.
 const SCAN_SLOTS: usize = 3;
 
-/// A head of a chunk; its keys as fragments or a square of its tokens; three numbers of each token and value head, and one of each token.
+/// A head of a chunk and of the three tokens before; its keys as fragments or a square of its tokens; three numbers of each token and value head, and one of each token.
 pub(super) fn shared_of_relate(s: &Sizes) -> usize {
     let per_token = 4 * (128 + 4) + 4 * 128 + 12 * s.value_heads / s.key_heads + 4;
-    CHUNK * per_token
+    3 * 4 * (128 + 4) + CHUNK * per_token
 }
 
-/// A ring of pieces, sums of eight warps, and operands of two groups of them.
+/// A ring of pieces and whether they are there, sums of eight warps, and operands of two groups of them.
 pub(super) fn shared_of_scan(_: &Sizes) -> usize {
-    SCAN_SLOTS * PIECE + 8 * 6 * 512 + 2 * 4 * 4 * 512
+    SCAN_SLOTS * PIECE + 32 + 8 * 6 * 512 + 2 * 4 * 4 * 512
 }
 
 /// Bytes between [`Kernels::delta_relate`] and [`Kernels::delta_scan`] for `tokens` tokens.

@@ -87,6 +87,7 @@ constexpr int RELATE_THREADS = 256;
 constexpr int STAGE_STRIDE = DELTA_HEAD + 4;
 constexpr int SQUARE_STRIDE = CHUNK + 4;
 struct Relate {
+    float before[3][STAGE_STRIDE];                 // inputs of the tokens before
     float stage[CHUNK][STAGE_STRIDE];              // keys, then queries, then values; token by token
     union {
         uint4 keys[8][8][32];                      // fragments of 8 tokens and 16 keys
@@ -127,31 +128,42 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
     launch_dependents();
     wait_for_inputs();
 
-    // Convolution of a head's channels; half of the threads has half of the tokens.
-    auto convolve_head = [&](int head_channel) {
+    // A head's raw inputs, and those before the chunk; what stands between this and convolve_staged hides the wait.
+    auto fetch_head = [&](int head_channel) {
+        const int channel = head_channel + lane * 4;
+#pragma unroll
+        for (int i = 0; i < CHUNK / 8; i++) {
+            const int token = i * 8 + warp;
+            float* to = &shared.stage[token][lane * 4];
+            if (token < live) copy16(to, projected + (u64)(first + token) * PROJ_DELTA + channel);
+            else *(float4*)to = make_float4(0, 0, 0, 0);
+        }
+        if (warp < 3) {
+            const int at = first - 3 + warp;
+            copy16(&shared.before[warp][lane * 4], (at >= 0 ? projected + (u64)at * PROJ_DELTA
+                                                            : history_slot(run->conv, layer, run->position + 4 + at)) + channel);
+        }
+        copy_commit();
+    };
+    // Their convolution in place; half of the threads has half of the tokens.
+    auto convolve_staged = [&](int head_channel) {
         constexpr int EACH = CHUNK / 2;
-        const int channel = head_channel + tid % DELTA_HEAD, begin = tid / DELTA_HEAD * EACH;
-        float* to = &shared.stage[begin][tid % DELTA_HEAD];
-        if (begin >= live) {
+        const int begin = tid / DELTA_HEAD * EACH;
+        float* column = &shared.stage[begin][tid % DELTA_HEAD];
+        const float4 tap = __ldg(taps + head_channel + tid % DELTA_HEAD);
+        copy_wait<0>();
+        __syncthreads();
+        float u[3];
 #pragma unroll
-            for (int i = 0; i < EACH; i++) to[i * STAGE_STRIDE] = 0.0f;
-            return;
+        for (int i = 0; i < 3; i++) u[i] = column[(i - 3) * STAGE_STRIDE];
+        __syncthreads();
+#pragma unroll 8
+        for (int i = 0; i < EACH; i++) {
+            const float x = column[i * STAGE_STRIDE];
+            column[i * STAGE_STRIDE] = begin + i < live ? convolve(u[0], u[1], u[2], x, tap) : 0.0f;
+            u[0] = u[1], u[1] = u[2], u[2] = x;
         }
-        const float4 tap = __ldg(taps + channel);
-        // All of them are on their way at once.
-        const float* column = projected + (u64)(first + begin) * PROJ_DELTA + channel;
-        float u[EACH + 3];
-#pragma unroll
-        for (int i = 0; i < EACH; i++) u[i + 3] = begin + i < live ? column[(u64)i * PROJ_DELTA] : 0.0f;
-#pragma unroll
-        for (int i = 0; i < 3; i++) {
-            const int at = first + begin - 3 + i;
-            u[i] = at >= 0 ? projected[(u64)at * PROJ_DELTA + channel]
-                           : history_slot(run->conv, layer, run->position + 4 + at)[channel];
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-            to[i * STAGE_STRIDE] = begin + i < live ? convolve(u[i], u[i + 1], u[i + 2], u[i + 3], tap) : 0.0f;
+        __syncthreads();
     };
     // Gives the staged rows the length `length`; a warp has eight.
     auto unit_rows = [&](float length) {
@@ -165,7 +177,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
         }
     };
 
-    convolve_head(KEY_WIDTH + key_head * DELTA_HEAD);
+    fetch_head(KEY_WIDTH + key_head * DELTA_HEAD);
     for (int h = warp; h < VALUES_PER_KEY; h += RELATE_THREADS / 32) {
         const int head = key_head * VALUES_PER_KEY + h;
         double log[2];
@@ -189,7 +201,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
             shared.logs[h][2 * lane + i] = make_float2(high, (float)(own - high));
         }
     }
-    __syncthreads();
+    convolve_staged(KEY_WIDTH + key_head * DELTA_HEAD);
     unit_rows(1.0f);
     __syncthreads();
 #pragma unroll
@@ -209,7 +221,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
                 make_float2(from[0], from[STAGE_STRIDE]), make_float2(from[8 * STAGE_STRIDE], from[9 * STAGE_STRIDE]));
         }
     __syncthreads();
-    convolve_head(key_head * DELTA_HEAD);
+    fetch_head(key_head * DELTA_HEAD);
     // [lot of columns][8 of 16]
     float key_products[2][2][4] = {}, query_products[2][2][4] = {};
 #pragma unroll
@@ -222,7 +234,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
                 add_products<2>(key_products[lot], a, b);
             }
     }
-    __syncthreads();
+    convolve_staged(key_head * DELTA_HEAD);
     unit_rows(inverse_root((float)DELTA_HEAD));
     __syncthreads();
 #pragma unroll
@@ -249,7 +261,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
         char* own_value = related_value(related, chunk, head) + lane * 16;
         const float2* logs = shared.logs[h];
         const float* betas = shared.betas[h];
-        convolve_head(2 * KEY_WIDTH + head * DELTA_HEAD);
+        fetch_head(2 * KEY_WIDTH + head * DELTA_HEAD);
 #pragma unroll
         for (int lot = 0; lot < 2; lot++) {
             const int columns = odd + 2 * lot;
@@ -280,7 +292,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
 
         // T, first its blocks of 16 x 16 on the diagonal: a thread has a column of one.
         if (tid < 16 * blocks) {
-            const int block = tid & ~15, column = tid & 15;
+            const int block = tid & 48, column = tid & 15;
             float x[16];
 #pragma unroll
             for (int i = 0; i < 16; i++) {
@@ -304,7 +316,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
         // [[X, 0], [Y, Z]]^-1 = [[X', 0], [-Z' Y X', Z']]: of 16 x 16, then of 32 x 32.
         const float2 ones = make_float2(1.0f, 1.0f);
         if (warp < blocks / 2) {
-            const int block = warp * 32;
+            const int block = odd * 32;
             const Rows16 z = rows_of_square(shared.square, block + 16 + g, block + 16 + 2 * t, ones, ones);
             float zy[2][4] = {}, zyx[2][4] = {};
 #pragma unroll
@@ -322,14 +334,15 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
                     shared.square[block + 16 + g + (c >> 1) * 8][block + n * 8 + 2 * t + (c & 1)] = -zyx[n][c];
         }
         __syncthreads();
+        const int late = 32 + odd * 16;
         float zyx[4][4] = {};
         if (warp < blocks - 2) {
             float zy[4][4] = {};
 #pragma unroll
             for (int step = 0; step < 2; step++)
-                if (step <= warp) {
+                if (step <= odd) {
                     const Rows16 z =
-                        rows_of_square(shared.square, 32 + warp * 16 + g, 32 + step * 16 + 2 * t, ones, ones);
+                        rows_of_square(shared.square, late + g, 32 + step * 16 + 2 * t, ones, ones);
                     uint4 y[4];
 #pragma unroll
                     for (int n = 0; n < 4; n++) y[n] = column_of_square(shared.square, 32 + step * 16 + 2 * t, n * 8 + g);
@@ -349,7 +362,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
             for (int n = 0; n < 4; n++)
 #pragma unroll
                 for (int c = 0; c < 4; c++)
-                    shared.square[32 + warp * 16 + g + (c >> 1) * 8][n * 8 + 2 * t + (c & 1)] = -zyx[n][c];
+                    shared.square[late + g + (c >> 1) * 8][n * 8 + 2 * t + (c & 1)] = -zyx[n][c];
         }
         __syncthreads();
 
@@ -375,6 +388,7 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
             *(uint4*)(to + FRAGMENT) = fragment_of(make_float2(sums[0][2], sums[0][3]), make_float2(sums[1][2], sums[1][3]));
         }
         // U: a warp has 16 values.
+        convolve_staged(2 * KEY_WIDTH + head * DELTA_HEAD);
         Rows16 values[CHUNK / 16];
 #pragma unroll
         for (int step = 0; step < CHUNK / 16; step++)
@@ -417,8 +431,51 @@ delta_relate(const Run* run, int layer, const float* projected, const float4* ta
 constexpr int SCAN_THREADS = 256;
 constexpr int SCAN_SLOTS = 3;
 constexpr int SCAN_PIECES = 7;   // of a chunk: W, W, Q, Q, K, K, P
-struct Scan {
+struct Ring {
     char slots[SCAN_SLOTS][PIECE];
+    u64 arrived[SCAN_SLOTS];
+
+#if __CUDA_ARCH__ >= 900
+    // One thread asks the copy engine. Turns of a slot are even and odd.
+    DEVICE void begin() {
+        if (threadIdx.x == 0)
+#pragma unroll
+            for (int i = 0; i < SCAN_SLOTS; i++)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrived + i)) : "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads();
+    }
+    DEVICE void fetch(int slot, const char* from, int bytes) {
+        if (threadIdx.x) return;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived + slot)), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(slots[slot])),
+                     "l"(from), "r"(bytes), "r"(shared_address(arrived + slot))
+                     : "memory");
+    }
+    DEVICE void fetched() {}
+    DEVICE void ready() {}
+    DEVICE void wait(int slot, int turn) {
+        asm volatile(
+            "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}\n" ::"r"(
+                shared_address(arrived + slot)),
+            "r"(turn)
+            : "memory");
+    }
+#else
+    DEVICE void begin() {}
+    DEVICE void fetch(int slot, const char* from, int bytes) {
+        for (int at = threadIdx.x * 16; at < bytes; at += SCAN_THREADS * 16) copy16(slots[slot] + at, from + at);
+        copy_commit();
+    }
+    // A group of copies stands for every piece, also for those that are not there.
+    DEVICE void fetched() { copy_commit(); }
+    DEVICE void ready() { copy_wait<SCAN_SLOTS - 2>(); }
+    DEVICE void wait(int, int) {}
+#endif
+};
+struct Scan {
+    Ring ring;
     float4 met[8][6][32];            // of a warp: sums over its keys, of 8 tokens each that it does not finish
     uint4 errors[2][4][2][2][32];    // of a group: 16 tokens of E, as it is and times D_n, as A operands' high and low halves
 };
@@ -458,35 +515,15 @@ delta_scan(const Run* run, int layer, const float* projected, const char* relate
             history[channel + KEY_WIDTH] = row[channel + KEY_WIDTH];
         }
     }
-    int next_piece = 0, next_slot = 0, next_chunk = 0;
-    auto load = [&]() {
-        if (next_chunk < chunks) {
-            const char* from = next_piece < 2   ? values_at + next_piece * PIECE
-                               : next_piece < 6 ? keys_at + (next_piece - 2) * PIECE
-                                                : values_at + 4 * PIECE;
-            const int bytes = next_piece < 6 ? PIECE : LOWER;
-            from += next_chunk * RELATED_CHUNK;
-#pragma unroll
-            for (int i = 0; i < PIECE / 16 / SCAN_THREADS; i++) {
-                const int at = (i * SCAN_THREADS + tid) * 16;
-                if (at < bytes) copy16(shared.slots[next_slot] + at, from + at);
-            }
-            if (++next_piece == SCAN_PIECES) next_piece = 0, next_chunk++;
-            if (++next_slot == SCAN_SLOTS) next_slot = 0;
-        }
-        copy_commit();
+    // Where `piece` of the chunk whose operands begin `at_chunk` further on than the first's goes.
+    auto fetch = [&](int piece, u64 at_chunk, int to_slot) {
+        const char* from = piece < 2 ? values_at + piece * PIECE : piece < 6 ? keys_at + (piece - 2) * PIECE : values_at + 4 * PIECE;
+        shared.ring.fetch(to_slot, from + at_chunk, piece < 6 ? PIECE : LOWER);
     };
-    int slot = -1;
-    // The next piece, as this lane sees it. All warps are done with the one before.
-    auto next = [&]() {
-        copy_wait<SCAN_SLOTS - 2>();
-        __syncthreads();
-        load();
-        if (++slot == SCAN_SLOTS) slot = 0;
-        return shared.slots[slot] + lane * 16;
-    };
+    shared.ring.begin();
 #pragma unroll
-    for (int i = 0; i < SCAN_SLOTS - 1; i++) load();
+    for (int i = 0; i < SCAN_SLOTS - 1; i++) fetch(i, 0, i);
+    int slot = 0, turn = 0;
 
     // A group's warps have tokens, eight by eight, in orders of their own: first those that they finish.
     const int turned = 2 * part;
@@ -510,30 +547,45 @@ delta_scan(const Run* run, int layer, const float* projected, const char* relate
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++) {
         float e[8][4] = {}, o[8][4] = {};
+        float4 u[2];
         float2 from_start[2], to_end[2];
         const u64 at_chunk = chunk * RELATED_CHUNK;
         const float* factors = (const float*)(own_factors + at_chunk);
+        // The next piece, as this lane sees it. All warps are done with the one before.
+        auto next = [&](int piece) {
+            shared.ring.ready();
+            __syncthreads();
+            const int later = piece + SCAN_SLOTS - 1, wraps = later >= SCAN_PIECES;
+            if (chunk + wraps < chunks)
+                fetch(later % SCAN_PIECES, at_chunk + wraps * RELATED_CHUNK, slot == 0 ? SCAN_SLOTS - 1 : slot - 1);
+            else shared.ring.fetched();
+            shared.ring.wait(slot, turn);
+            const char* here = shared.ring.slots[slot] + lane * 16;
+            if (++slot == SCAN_SLOTS) slot = 0, turn ^= 1;
+            return here;
+        };
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            const float4 u = load_cg((const float4*)(own_u + at_chunk + n * FRAGMENT));
-            e[n][0] = u.x, e[n][1] = u.y, e[n][2] = u.z, e[n][3] = u.w;
+            u[n] = load_cg((const float4*)(own_u + at_chunk + n * FRAGMENT));
             from_start[n] = __ldcg((const float2*)(factors + (turned + n) * 8 + 2 * t));
             to_end[n] = __ldcg((const float2*)(factors + CHUNK + (turned + n) * 8 + 2 * t));
         }
         const float shrink = load_cg(factors + CHUNK - 1);
         const Rows16 own[2] = {rows_of(s[0], s[1]), rows_of(s[2], s[3])};
-        auto meet = [&](float(*sums)[4], const Rows16& state) {
-            const char* piece = next() + part * 8 * FRAGMENT;
+        auto meet = [&](float(*sums)[4], const Rows16& state, int piece) {
+            const char* here = next(piece) + part * 8 * FRAGMENT;
             uint4 b[8];
 #pragma unroll
-            for (int n = 0; n < 8; n++) b[n] = *(const uint4*)(piece + (n ^ turned) * FRAGMENT);
+            for (int n = 0; n < 8; n++) b[n] = *(const uint4*)(here + (n ^ turned) * FRAGMENT);
             add_products<8>(sums, state, b);
         };
-        meet(e, own[0]);
-        meet(e, own[1]);
+        meet(e, own[0], 0);
+        meet(e, own[1], 1);
         put_met(e);
-        meet(o, own[0]);
+        meet(o, own[0], 2);
         add_met(e);
+#pragma unroll
+        for (int n = 0; n < 2; n++) e[n][0] += u[n].x, e[n][1] += u[n].y, e[n][2] += u[n].z, e[n][3] += u[n].w;
 #pragma unroll
         for (int kind = 0; kind < 2; kind++) {
             if (kind)
@@ -544,7 +596,7 @@ delta_scan(const Run* run, int layer, const float* projected, const char* relate
             shared.errors[group][part][kind][0][lane] = make_uint4(rows.high[0], rows.high[1], rows.high[2], rows.high[3]);
             shared.errors[group][part][kind][1][lane] = make_uint4(rows.low[0], rows.low[1], rows.low[2], rows.low[3]);
         }
-        meet(o, own[1]);
+        meet(o, own[1], 3);
         put_met(o);
         auto errors = [&](int step, int kind) {
             const uint4 high = shared.errors[group][step][kind][0][lane], low = shared.errors[group][step][kind][1][lane];
@@ -552,16 +604,18 @@ delta_scan(const Run* run, int layer, const float* projected, const char* relate
         };
 #pragma unroll
         for (int n = 0; n < 4; n++) s[n][0] *= shrink, s[n][1] *= shrink, s[n][2] *= shrink, s[n][3] *= shrink;
+        Rows16 to_state[4];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const char* piece = next() + part * 8 * FRAGMENT;
+            const char* here = next(4 + half) + part * 8 * FRAGMENT;
 #pragma unroll
             for (int step = 0; step < 4; step++) {
-                const uint4 b[2] = {*(const uint4*)(piece + step * 2 * FRAGMENT), *(const uint4*)(piece + (step * 2 + 1) * FRAGMENT)};
-                add_products<2>(s + 2 * half, errors(step, 1), b);
+                if (half == 0) to_state[step] = errors(step, 1);
+                const uint4 b[2] = {*(const uint4*)(here + step * 2 * FRAGMENT), *(const uint4*)(here + (step * 2 + 1) * FRAGMENT)};
+                add_products<2>(s + 2 * half, to_state[step], b);
             }
         }
-        const char* lower = next() + part * (part + 1) * FRAGMENT;
+        const char* lower = next(6) + part * (part + 1) * FRAGMENT;
         add_met(o);
 #pragma unroll
         for (int n = 0; n < 2; n++)
