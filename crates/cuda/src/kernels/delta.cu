@@ -1,4 +1,5 @@
-// The gated delta rule, one token at a time: convolution, decay, the recurrence, and the norm of its output. Many: delta_wide.cu.
+// The gated delta rule, one token at a time: convolution, decay, the recurrence, and the norm of its output. Many tokens take
+// delta_wide.cu and delta_scan.cu.
 //
 // Recurrence per value head, S [128 (value), 128 (key)] f32: with k and q of unit length (q also over sqrt(128)),
 //   e = beta * (v - decay * (S k));  o = decay * (S q) + e * (k . q);  S = decay * S + e k^T

@@ -1,4 +1,4 @@
-//! The gated delta rule; see `delta.cu`, and `delta_wide.cu` for many tokens.
+//! The gated delta rule; see `delta.cu`, and for many tokens `delta_wide.cu` and `delta_scan.cu`.
 
 use lily_backend::Result;
 

@@ -36,6 +36,7 @@ pub(crate) const SOURCES: &[(&str, &str)] = &[
     ("moe.cu", include_str!("moe.cu")),
     ("rows.cu", include_str!("rows.cu")),
     ("delta_wide.cu", include_str!("delta_wide.cu")),
+    ("delta_scan.cu", include_str!("delta_scan.cu")),
     ("sample.cu", include_str!("sample.cu")),
 ];
 
