@@ -5,7 +5,7 @@
 // rows of K, Q (of unit length, Q also over sqrt(128)), V, E, O:
 //   A_ij = beta_i D_ij (k_i . k_j) for j < i;  T = (I + A)^-1;  P_ij = D_ij (q_i . k_j) for j <= i
 //   W = -T (beta c K);  U = T (beta V)        `delta_relate`, chunks at once
-//   E = U + W S^T;  O = c (Q S^T) + P E;  S = c_n S + (D_n E)^T K                                 `delta_scan` (delta_scan.cu), one after the other
+//   E = U + W S^T;  O = c (Q S^T) + P E;  S = c_n S + (D_n E)^T K        `delta_scan`, one after the other
 // Decays enter as exponentials of differences of sums of logarithms, which are kept in two floats: they can vanish but neither
 // overflow nor lose digits to a long sum. Beyond the last token q = k = v = 0, beta = 0 and a = 1.
 //
