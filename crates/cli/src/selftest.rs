@@ -32,9 +32,10 @@ pub struct SelftestArgs {
 }
 
 /// How far two ways through the model may part in the laws: an expert that is chosen by a hair's breadth on one way and not on the
-/// other moves logits of the demo model by some tenths; measured: 0.4. A token lost or seen twice moves them by several units. How
-/// exact a device is, the cases say.
-const LAW_BUDGET: f32 = 1.0;
+/// other moves logits of the demo model. Measured: 2.43, at position 81 of one of the laws' prompts, where the CPU backend with an f32
+/// cache parts from the reference by as much. A token lost from that prompt moves them by 8.4, one seen twice by 5.6. How exact a device
+/// is, the cases say.
+const LAW_BUDGET: f32 = 3.0;
 
 /// Runs the command. An error if a check failed, or a device that was asked for by name is not there.
 pub fn selftest(args: &SelftestArgs) -> anyhow::Result<()> {

@@ -115,6 +115,56 @@ impl Forward<'_> {
         k.rows_head(pass, w.head, (s.runs, rows), normed, (s.logits, s.bests))
     }
 
+    /// All layers for up to [`ROWS`](crate::kernels::rows::ROWS) tokens of one row, whose ids are in the scratch memory: with the
+    /// linears of [`Forward::rows`] and the mixers of [`Forward::many`].
+    pub(crate) fn few(&mut self, tokens: usize) -> Result<()> {
+        let (pass, k, s, w, sizes) = (&{ self.pass }, self.kernels, self.scratch, self.weights, &self.kernels.sizes);
+        let normed = Normed { x: FixedRows::at(s.fixed, tokens, sizes.hidden), squares: s.row_squares };
+        let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
+        k.embed(pass, (s.run, tokens), s.ids, &w.embedding, s.h)?;
+        self.record_embedding(tokens)?;
+        let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
+        for (index, layer) in w.layers.iter().enumerate() {
+            k.rows_norm(pass, s.h, parts, layer.mixer_norm, tokens, normed)?;
+            if index > 0 {
+                self.record_moe(index - 1, tokens)?;
+            }
+            match &layer.mixer {
+                LayerMixer::Delta { project, vectors, out } => {
+                    let (at, x) = ((s.run, delta, tokens), FixedRows::at(s.fixed, tokens, sizes.value_width));
+                    k.rows_project(pass, (*project, sizes.projected_delta / TILE_ROWS), normed, tokens, s.projected)?;
+                    k.delta_relate(pass, at, s.projected, vectors, s.related)?;
+                    k.delta_scan(pass, at, (s.projected, s.related), s.mixed)?;
+                    k.few_delta_norm(pass, (s.mixed, tokens), s.projected, vectors.norm, x)?;
+                    k.rows_delta_output(pass, *out, x, tokens, s.parts)?;
+                    delta += 1;
+                }
+                LayerMixer::Attention { project, q_norm, k_norm, out } => {
+                    let (at, x) = ((s.run, attention, tokens), FixedRows::at(s.fixed, tokens, sizes.query_width));
+                    let tiles = sizes.projected_attention / TILE_ROWS;
+                    k.rows_project(pass, (*project, tiles), normed, tokens, s.projected)?;
+                    k.attention_prepare(pass, at, s.projected, (*q_norm, *k_norm), s.queries)?;
+                    k.attend_many(pass, at, s.queries, s.projected, s.mixed)?;
+                    k.rows_fix(pass, (s.mixed, Pointer::NULL), tokens, x)?;
+                    k.rows_attention_output(pass, *out, x, tokens, s.parts)?;
+                    attention += 1;
+                }
+            }
+            k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, tokens, normed)?;
+            self.record_mixer(index, tokens)?;
+            k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, tokens, (s.router, s.activation))?;
+            k.rows_choose(pass, s.router, tokens, &meetings)?;
+            k.rows_up(pass, layer.experts_up, &meetings, normed, s.activation)?;
+            let x = FixedRows::at(s.fixed, tokens, k.activation_width());
+            k.rows_fix(pass, (s.activation, Pointer::NULL), tokens, x)?;
+            k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (x, tokens), s.parts)?;
+            parts.1 = Parts::Experts;
+        }
+        // Whatever comes next takes its own norm of the stream.
+        k.rows_norm(pass, s.h, parts, w.norm, tokens, normed)?;
+        self.record_moe(w.layers.len() - 1, tokens)
+    }
+
     /// All layers for `tokens` tokens, whose ids are in the scratch memory.
     pub(crate) fn many(&mut self, tokens: usize) -> Result<()> {
         let (pass, k, s) = (self.pass, self.kernels, self.scratch);
@@ -144,11 +194,9 @@ impl Forward<'_> {
         let LayerMixer::Delta { project, vectors, out } = &layer.mixer else { return Ok(()) };
         let (pass, k, s, sizes) = (&self.pass, self.kernels, self.scratch, &self.kernels.sizes);
         let at = (s.run, index, tokens);
-        let prepared = (s.convolved, s.gates);
         self.project(layer, *project, sizes.projected_delta, tokens)?;
-        k.delta_prepare(pass, at, s.projected, vectors, prepared)?;
-        k.delta_history(pass, at, s.projected)?;
-        k.delta_scan(pass, at, prepared, s.mixed)?;
+        k.delta_relate(pass, at, s.projected, vectors, s.related)?;
+        k.delta_scan(pass, at, (s.projected, s.related), s.mixed)?;
         let fixed = FixedRows::at(s.fixed, tokens, sizes.value_width);
         k.delta_norm(pass, (s.mixed, tokens), s.projected, vectors.norm, fixed)?;
         self.add_to_stream(*out, fixed, tokens)

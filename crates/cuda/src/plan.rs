@@ -499,10 +499,8 @@ scratch! {
     fixed_inner: |s: S<'_>, tokens, _| {
         crate::kernels::FixedRows::bytes(tokens * s.top_k, s.expert_width).max(crate::kernels::FixedRows::bytes(tokens, s.shared_width))
     };
-    /// Convolved and normed q, k, v `[tokens, conv width]`.
-    convolved: |s: S<'_>, tokens, _| 4 * tokens * s.conv_width;
-    /// Decay and beta `[tokens, value heads, 2]`.
-    gates: |s: S<'_>, tokens, _| 8 * tokens * s.value_heads;
+    /// Delta heads by the chunk, before the recurrence.
+    related: |s: S<'_>, tokens, _| crate::kernels::delta::related_bytes(s, tokens);
     /// BF16 queries in two halves.
     queries: |s: S<'_>, tokens, _| 4 * tokens * s.query_width;
     /// Chosen experts `[tokens, top k]`.

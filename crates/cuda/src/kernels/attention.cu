@@ -324,6 +324,8 @@ attention_prepare(const Run* run, int layer, const float* projected, const float
                   uint4* queries) {
     __shared__ float2 turns[ROTARY / 2];
     const int token = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    launch_dependents();
+    wait_for_inputs();
     const u32 position = run->position + token;
     if (threadIdx.x < ROTARY / 2) turns[threadIdx.x] = rope_turn(threadIdx.x, position);
     __syncthreads();
@@ -373,6 +375,8 @@ attend_many(const Run* run, int layer, const uint4* queries, const float* projec
     FlashShared& shared = *(FlashShared*)dynamic_shared;
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, threads = FLASH_WARPS * 32;
     const int group = blockIdx.y, head = group * FLASH_WARPS + warp, kv_head = head / QUERIES_PER_KV;
+    launch_dependents();
+    wait_for_inputs();
     // The longest rows first.
     const int first = (gridDim.x - 1 - blockIdx.x) * 16;
     const u32 start = run->position + first;

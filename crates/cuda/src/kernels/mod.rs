@@ -35,6 +35,8 @@ pub(crate) const SOURCES: &[(&str, &str)] = &[
     ("attention_wide.cu", include_str!("attention_wide.cu")),
     ("moe.cu", include_str!("moe.cu")),
     ("rows.cu", include_str!("rows.cu")),
+    ("delta_wide.cu", include_str!("delta_wide.cu")),
+    ("delta_scan.cu", include_str!("delta_scan.cu")),
     ("sample.cu", include_str!("sample.cu")),
 ];
 
@@ -217,9 +219,9 @@ kernels! {
     norm_rows: NONE;
     fix_rows: NONE;
     delta_norm: NONE;
-    delta_prepare: NONE;
-    delta_history: NONE;
+    delta_relate: delta::shared_of_relate;
     delta_scan: delta::shared_of_scan;
+    few_delta_norm: NONE;
     attention_prepare: NONE;
     attend_many: attention::shared_of_many;
     fill_noise: NONE;
