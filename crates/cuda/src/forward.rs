@@ -46,7 +46,7 @@ impl Forward<'_> {
                 LayerMixer::Delta { project, vectors, out } => {
                     let tiles = k.sizes.projected_delta / TILE_ROWS;
                     k.norm_project(&pass, (*project, tiles), s.h, layer.mixer_norm, s.projected)?;
-                    k.delta_step(&pass, (s.run, delta), s.projected, vectors, (s.mixed, s.squares))?;
+                    k.delta_step(&pass, (s.run, delta, 1), s.projected, vectors, (s.mixed, s.squares))?;
                     k.delta_output(&pass, *out, s.mixed, s.squares, s.h)?;
                     delta += 1;
                 }
@@ -86,7 +86,7 @@ impl Forward<'_> {
                 LayerMixer::Delta { project, vectors, out } => {
                     let x = FixedRows::at(s.fixed, rows, sizes.value_width);
                     k.rows_project(pass, (*project, sizes.projected_delta / TILE_ROWS), normed, rows, s.projected)?;
-                    k.rows_delta_step(pass, (s.runs, delta, rows), s.projected, vectors, (s.mixed, s.squares))?;
+                    k.delta_step(pass, (s.runs, delta, rows), s.projected, vectors, (s.mixed, s.squares))?;
                     k.rows_fix(pass, (s.mixed, s.squares), rows, x)?;
                     k.rows_delta_output(pass, *out, x, rows, s.parts)?;
                     delta += 1;

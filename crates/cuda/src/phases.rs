@@ -69,7 +69,7 @@ fn phases_of_a_token() {
     });
     chain("delta step", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Delta { vectors, .. } => {
-            k.delta_step(pass, (s.run, index - index / 4), s.projected, vectors, (s.mixed, s.squares)).map(|()| true)
+            k.delta_step(pass, (s.run, index - index / 4, 1), s.projected, vectors, (s.mixed, s.squares)).map(|()| true)
         }
         LayerMixer::Attention { .. } => Ok(false),
     });
@@ -111,7 +111,7 @@ fn phases_of_a_token() {
     chain("mixer, delta", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Delta { project, vectors, out } => {
             k.norm_project(pass, (*project, deltas), s.h, layer.mixer_norm, s.projected)?;
-            k.delta_step(pass, (s.run, index - index / 4), s.projected, vectors, (s.mixed, s.squares))?;
+            k.delta_step(pass, (s.run, index - index / 4, 1), s.projected, vectors, (s.mixed, s.squares))?;
             k.delta_output(pass, *out, s.mixed, s.squares, s.shared).map(|()| true)
         }
         LayerMixer::Attention { .. } => Ok(false),

@@ -17,175 +17,106 @@ DEVICE float* history_slot(float* conv, int layer, u32 position) {
     return conv + ((u64)layer * 4 + position % 4) * CONV_WIDTH;
 }
 
-// ---- One token. A CTA has 32 rows of a value head's state, 16 lanes a row; 4 CTAs a head.
+// ---- One token of each row of a step, blockIdx.y. A CTA has 32 rows of a value head's state, 16 lanes a row; 4 CTAs a head.
 // In: projected [PROJ_DELTA], taps [CONV_WIDTH, 4], rates = exp(A_log), dt_bias [VALUE_HEADS], norm [128].
 // Out: out [VALUE_WIDTH] = o * norm * silu(z), without the norm's scale, and squares [VALUE_HEADS, 4].
 // Bytes moved: the state read and written, 2 x 16 KB a CTA.
-struct DeltaShared {
-    float qs[DELTA_HEAD], ks[DELTA_HEAD], vs[32], sums[8], gates[2], outputs[32];
-};
-
-// A thread's part of a token's step.
-struct DeltaThread {
-    int tid, head, slice, row, lane16;
-    int channel;   // of the convolution; negative: none
-    bool owner;    // whether it keeps the channel's input
+DEVICE void step_of_row(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
+                        const float* norm, float* out, float* squares) {
+    __shared__ float qs[DELTA_HEAD], ks[DELTA_HEAD], vs[32], sums[8], gates[2], outputs[32];
+    run += blockIdx.y;
+    projected += blockIdx.y * PROJ_DELTA;
+    out += blockIdx.y * VALUE_BLOCKS * BLOCK_INPUTS;
+    squares += blockIdx.y * VALUE_HEADS * 4;
+    const int head = blockIdx.x >> 2, slice = blockIdx.x & 3, key_head = head / VALUES_PER_KEY;
+    const int tid = threadIdx.x, row = tid >> 4, lane16 = tid & 15, lane = tid & 31;
+    launch_dependents();
+    if (head >= VALUE_HEADS) return wait_for_inputs();
+    // What the token before left is there: a whole pass of kernels lies between.
+    float* state = run->delta + (((u64)layer * VALUE_HEADS + head) * DELTA_HEAD + slice * 32 + row) * DELTA_HEAD;
+    float4 s[2] = {load_cg((const float4*)state + lane16), load_cg((const float4*)state + 16 + lane16)};
+    const u32 position = run->position;
+    int channel = -1;
+    bool owner = true;
+    if (tid < 2 * DELTA_HEAD) {
+        channel = (tid >= DELTA_HEAD ? KEY_WIDTH : 0) + key_head * DELTA_HEAD + tid % DELTA_HEAD;
+        owner = slice == 0 && head % VALUES_PER_KEY == 0;
+    } else if (tid < 2 * DELTA_HEAD + 32) {
+        channel = 2 * KEY_WIDTH + head * DELTA_HEAD + slice * 32 + tid - 2 * DELTA_HEAD;
+    }
+    const float norm_weight = __ldg(norm + slice * 32 + row), rate = __ldg(rates + head), bias = __ldg(dt_bias + head);
+    float u[3];
     float4 tap;
-    float norm, rate, dt_bias;
-
-    DEVICE DeltaThread(const float4* taps, const float* rates, const float* dt_biases, const float* norms) {
-        tid = threadIdx.x, head = blockIdx.x >> 2, slice = blockIdx.x & 3, row = tid >> 4, lane16 = tid & 15;
-        const int key_head = head / VALUES_PER_KEY;
-        channel = -1, owner = true;
-        if (tid < 2 * DELTA_HEAD) {
-            channel = (tid >= DELTA_HEAD ? KEY_WIDTH : 0) + key_head * DELTA_HEAD + tid % DELTA_HEAD;
-            owner = slice == 0 && head % VALUES_PER_KEY == 0;
-        } else if (tid < 2 * DELTA_HEAD + 32) {
-            channel = 2 * KEY_WIDTH + head * DELTA_HEAD + slice * 32 + tid - 2 * DELTA_HEAD;
-        }
-        if (channel >= 0) tap = __ldg(taps + channel);
-        norm = __ldg(norms + slice * 32 + row), rate = __ldg(rates + head), dt_bias = __ldg(dt_biases + head);
-    }
-    // Where its row of the state lies.
-    DEVICE float4* state(const Run* run, int layer) const {
-        const u64 at = ((u64)layer * VALUE_HEADS + head) * DELTA_HEAD + slice * 32 + row;
-        return (float4*)(run->delta + at * DELTA_HEAD) + lane16;
-    }
-    // The inputs of the convolution before this one.
-    DEVICE void load_history(float* u, const Run* run, int layer) const {
-        if (channel < 0) return;
-        const u32 position = run->position;
+    if (channel >= 0) {
 #pragma unroll
         for (int i = 0; i < 3; i++) u[i] = load_cg(history_slot(run->conv, layer, position + 1 + i) + channel);
+        tap = __ldg(taps + channel);
     }
-    // What the projections made: a channel's input, and z of the row; of the last thread a and b.
-    DEVICE float2 load_inputs(const float* projected) const {
-        float2 to = make_float2(0.0f, 0.0f);
-        if (channel >= 0) to.x = load_cg(projected + channel);
-        if (tid == 511) to = make_float2(load_cg(projected + PROJ_A + head), load_cg(projected + PROJ_B + head));
-        if (lane16 == 0) to.y = load_cg(projected + PROJ_Z + head * DELTA_HEAD + slice * 32 + row);
-        return to;
-    }
-    // `s`: its two pieces of the state, which is written back to `state`. All threads of the CTA meet twice.
-    DEVICE void step(DeltaShared& shared, float4* s, const float* u, float2 inputs, float* conv, float4* state, float* out,
-                     float* squares) const {
-        if (channel >= 0) {
-            const float y = convolve(u[0], u[1], u[2], inputs.x, tap);
-            if (owner) conv[channel] = inputs.x;
-            if (tid < DELTA_HEAD) shared.qs[tid] = y;
-            else if (tid < 2 * DELTA_HEAD) shared.ks[tid - DELTA_HEAD] = y;
-            else shared.vs[tid - 2 * DELTA_HEAD] = y;
-            if (tid < 2 * DELTA_HEAD) {
-                const float sum = sum_lanes<32>(y * y);
-                if ((tid & 31) == 0) shared.sums[tid >> 5] = sum;
-            }
-        } else if (tid == 511) {
-            shared.gates[0] = decay_of(inputs.x, rate, dt_bias);
-            shared.gates[1] = sigmoid(inputs.y);
+    wait_for_inputs();
+    if (channel >= 0) {
+        const float input = load_cg(projected + channel);
+        const float y = convolve(u[0], u[1], u[2], input, tap);
+        // Slot position % 4 holds what no token needs any more.
+        if (owner) history_slot(run->conv, layer, position)[channel] = input;
+        if (tid < DELTA_HEAD) qs[tid] = y;
+        else if (tid < 2 * DELTA_HEAD) ks[tid - DELTA_HEAD] = y;
+        else vs[tid - 2 * DELTA_HEAD] = y;
+        if (tid < 2 * DELTA_HEAD) {
+            const float sum = sum_lanes<32>(y * y);
+            if (lane == 0) sums[tid >> 5] = sum;
         }
-        __syncthreads();
-        const float* sums = shared.sums;
-        const float q_scale =
-            inverse_root(sums[0] + sums[1] + sums[2] + sums[3] + UNIT_EPS) * inverse_root((float)DELTA_HEAD);
-        const float k_scale = inverse_root(sums[4] + sums[5] + sums[6] + sums[7] + UNIT_EPS);
-        float4 k[2], q[2];
-        float sk = 0.0f, sq = 0.0f, kq = 0.0f;
+    } else if (tid == 511) {
+        gates[0] = decay_of(load_cg(projected + PROJ_A + head), rate, bias);
+        gates[1] = sigmoid(load_cg(projected + PROJ_B + head));
+    }
+    float z = 0.0f;
+    if (lane16 == 0) z = load_cg(projected + PROJ_Z + head * DELTA_HEAD + slice * 32 + row);
+    __syncthreads();
+    const float q_scale = inverse_root(sums[0] + sums[1] + sums[2] + sums[3] + UNIT_EPS) * inverse_root((float)DELTA_HEAD);
+    const float k_scale = inverse_root(sums[4] + sums[5] + sums[6] + sums[7] + UNIT_EPS);
+    float4 k[2], q[2];
+    float sk = 0.0f, sq = 0.0f, kq = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            k[i] = *(const float4*)(shared.ks + 64 * i + 4 * lane16);
-            q[i] = *(const float4*)(shared.qs + 64 * i + 4 * lane16);
-            k[i].x *= k_scale, k[i].y *= k_scale, k[i].z *= k_scale, k[i].w *= k_scale;
-            q[i].x *= q_scale, q[i].y *= q_scale, q[i].z *= q_scale, q[i].w *= q_scale;
-            sk += s[i].x * k[i].x + s[i].y * k[i].y + s[i].z * k[i].z + s[i].w * k[i].w;
-            sq += s[i].x * q[i].x + s[i].y * q[i].y + s[i].z * q[i].z + s[i].w * q[i].w;
-            kq += k[i].x * q[i].x + k[i].y * q[i].y + k[i].z * q[i].z + k[i].w * q[i].w;
-        }
-        sk = sum_lanes<16>(sk), sq = sum_lanes<16>(sq), kq = sum_lanes<16>(kq);
-        const float decay = shared.gates[0];
-        const float e = shared.gates[1] * (shared.vs[row] - decay * sk);
-        const float o = decay * sq + e * kq;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            s[i].x = decay * s[i].x + e * k[i].x, s[i].y = decay * s[i].y + e * k[i].y;
-            s[i].z = decay * s[i].z + e * k[i].z, s[i].w = decay * s[i].w + e * k[i].w;
-            state[16 * i] = s[i];
-        }
-        if (lane16 == 0) {
-            shared.outputs[row] = o;
-            out[head * DELTA_HEAD + slice * 32 + row] = o * norm * silu(inputs.y);
-        }
-        __syncthreads();
-        if (tid < 32) {
-            const float sum = sum_lanes<32>(shared.outputs[tid] * shared.outputs[tid]);
-            if (tid == 0) squares[head * 4 + slice] = sum;
-        }
+    for (int i = 0; i < 2; i++) {
+        k[i] = *(const float4*)(ks + 64 * i + 4 * lane16);
+        q[i] = *(const float4*)(qs + 64 * i + 4 * lane16);
+        k[i].x *= k_scale, k[i].y *= k_scale, k[i].z *= k_scale, k[i].w *= k_scale;
+        q[i].x *= q_scale, q[i].y *= q_scale, q[i].z *= q_scale, q[i].w *= q_scale;
+        sk += s[i].x * k[i].x + s[i].y * k[i].y + s[i].z * k[i].z + s[i].w * k[i].w;
+        sq += s[i].x * q[i].x + s[i].y * q[i].y + s[i].z * q[i].z + s[i].w * q[i].w;
+        kq += k[i].x * q[i].x + k[i].y * q[i].y + k[i].z * q[i].z + k[i].w * q[i].w;
     }
-};
-
+    sk = sum_lanes<16>(sk), sq = sum_lanes<16>(sq), kq = sum_lanes<16>(kq);
+    const float decay = gates[0];
+    const float e = gates[1] * (vs[row] - decay * sk);
+    const float o = decay * sq + e * kq;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        s[i].x = decay * s[i].x + e * k[i].x, s[i].y = decay * s[i].y + e * k[i].y;
+        s[i].z = decay * s[i].z + e * k[i].z, s[i].w = decay * s[i].w + e * k[i].w;
+        ((float4*)state)[16 * i + lane16] = s[i];
+    }
+    if (lane16 == 0) {
+        outputs[row] = o;
+        out[head * DELTA_HEAD + slice * 32 + row] = o * norm_weight * silu(z);
+    }
+    __syncthreads();
+    if (tid < 32) {
+        const float sum = sum_lanes<32>(outputs[tid] * outputs[tid]);
+        if (tid == 0) squares[head * 4 + slice] = sum;
+    }
+}
+// Two CTAs have room on a processor, one of this kernel and one of a neighbour: see `gemv.rs`.
 KERNEL(512, 2)
 delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
            const float* norm, float* out, float* squares) {
-    __shared__ DeltaShared shared;
-    launch_dependents();
-    if (blockIdx.x >= 4 * VALUE_HEADS) return wait_for_inputs();
-    const DeltaThread thread(taps, rates, dt_bias, norm);
-    // What the token before left is there: a whole pass of kernels lies between.
-    float4* state = thread.state(run, layer);
-    float4 s[2] = {load_cg(state), load_cg(state + 16)};
-    float u[3] = {};
-    thread.load_history(u, run, layer);
-    // Slot position % 4 holds what no token needs any more.
-    float* conv = history_slot(run->conv, layer, run->position);
-    wait_for_inputs();
-    thread.step(shared, s, u, thread.load_inputs(projected), conv, state, out, squares);
+    step_of_row(run, layer, projected, taps, rates, dt_bias, norm, out, squares);
 }
-
-// ---- The same for `rows` rows of a step: a CTA takes `together` of them one after the other, and has the states of the next DELTA_AHEAD on their
-// way, each thread its own pieces.
-constexpr int DELTA_AHEAD = 3;
-constexpr int MOST_TOGETHER = 16;
-KERNEL(512, 2)
-rows_delta_step(const Run* runs, int rows, int together, int layer, const float* projected, const float4* taps,
-                const float* rates, const float* dt_bias, const float* norm, float* out, float* squares) {
-    __shared__ DeltaShared shared;
-    __shared__ Run own_runs[MOST_TOGETHER];
-    extern __shared__ __align__(128) char dynamic_shared[];
-    launch_dependents();
-    const DeltaThread thread(taps, rates, dt_bias, norm);
-    const int first = blockIdx.y * together, end = min(first + together, rows);
-    for (int i = threadIdx.x; i < (end - first) * (int)(sizeof(Run) / 4); i += 512) ((u32*)own_runs)[i] = ((const u32*)(runs + first))[i];
-    __syncthreads();
-    float4* slots = (float4*)dynamic_shared + threadIdx.x;   // [DELTA_AHEAD, 2, 512]
-    auto fetch = [&](int row, int slot) {
-        if (row < end) {
-            const float4* state = thread.state(own_runs + row - first, layer);
-            copy16(slots + slot * 1024, state), copy16(slots + slot * 1024 + 512, state + 16);
-        }
-        copy_commit();
-    };
-#pragma unroll
-    for (int i = 0; i < DELTA_AHEAD; i++) fetch(first + i, i);
-    float u[3] = {}, next_u[3] = {};
-    thread.load_history(u, own_runs, layer);
-    wait_for_inputs();
-    float2 inputs = thread.load_inputs(projected + (u64)first * PROJ_DELTA), next_inputs = inputs;
-    int slot = 0;
-    for (int row = first; row < end; row++) {
-        if (row + 1 < end) {
-            thread.load_history(next_u, own_runs + row + 1 - first, layer);
-            next_inputs = thread.load_inputs(projected + (u64)(row + 1) * PROJ_DELTA);
-        }
-        copy_wait<DELTA_AHEAD - 1>();
-        float4 s[2] = {slots[slot * 1024], slots[slot * 1024 + 512]};
-        const Run* run = own_runs + row - first;
-        thread.step(shared, s, u, inputs, history_slot(run->conv, layer, run->position), thread.state(run, layer),
-                    out + (u64)row * VALUE_BLOCKS * BLOCK_INPUTS, squares + row * VALUE_HEADS * 4);
-        fetch(row + DELTA_AHEAD, slot);
-        if (++slot == DELTA_AHEAD) slot = 0;
-#pragma unroll
-        for (int i = 0; i < 3; i++) u[i] = next_u[i];
-        inputs = next_inputs;
-    }
+// Of several rows three, because their states are all that counts.
+KERNEL(512, 3)
+rows_delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
+                const float* norm, float* out, float* squares) {
+    step_of_row(run, layer, projected, taps, rates, dt_bias, norm, out, squares);
 }
 
 // ---- Many tokens, before the recurrence. Grid [tokens / PREPARED, KEY_HEADS + VALUE_HEADS / 2], 256 threads: a key head's q and

@@ -12,16 +12,6 @@ const SCAN_BATCH: usize = 16;
 /// Tokens that a CTA of [`Kernels::delta_prepare`] takes.
 const PREPARED: usize = 8;
 
-/// CTAs that share the rows of a step: two of them have room on a processor.
-const SHARES: usize = 2;
-/// States of a slice that [`Kernels::rows_delta_step`] has on the way.
-const AHEAD: usize = 3;
-
-/// Slices of states.
-pub(super) fn shared_of_rows(_: &Sizes) -> usize {
-    AHEAD * 32 * 128 * 4
-}
-
 /// Two batches of queries, keys, 32 values, decay and beta.
 pub(super) fn shared_of_scan(_: &Sizes) -> usize {
     2 * SCAN_BATCH * 4 * (128 + 128 + 32 + 2)
@@ -41,37 +31,21 @@ pub(crate) struct DeltaVectors {
 }
 
 impl Kernels {
-    /// One token through delta layer `layer`: `projected` to `out` in whole blocks, and its sums of squares.
+    /// One token of each of `rows` rows through delta layer `layer`: `projected` to `out` in whole blocks, and its sums of squares.
     pub(crate) fn delta_step(
         &self,
         pass: &Pass<'_>,
-        (run, layer): (Pointer, usize),
+        (run, layer, rows): (Pointer, usize, usize),
         projected: Pointer,
         v: &DeltaVectors,
         (out, squares): (Pointer, Pointer),
     ) -> Result<()> {
-        // A CTA for each processor, like its neighbours: see `gemv.rs`.
-        let grid = ((self.sizes.value_heads * SLICES).max(pass.device.processors as usize), 1);
+        let needed = self.sizes.value_heads * SLICES;
+        // Of one row a CTA for each processor, like its neighbours: see `gemv.rs`.
+        let grid = (if rows == 1 { needed.max(pass.device.processors as usize) } else { needed }, rows);
         let layer = layer as i32;
         let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out, squares];
-        pass.launch(self.delta_step, grid, 512, arguments)
-    }
-
-    /// The same for one token of each of `rows` rows.
-    pub(crate) fn rows_delta_step(
-        &self,
-        pass: &Pass<'_>,
-        (runs, layer, rows): (Pointer, usize, usize),
-        projected: Pointer,
-        v: &DeltaVectors,
-        (out, squares): (Pointer, Pointer),
-    ) -> Result<()> {
-        let together = rows.div_ceil(SHARES);
-        let grid = (self.sizes.value_heads * SLICES, rows.div_ceil(together));
-        let (layer, rows, together) = (layer as i32, rows as i32, together as i32);
-        let arguments =
-            arguments![runs, rows, together, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out, squares];
-        pass.launch(self.rows_delta_step, grid, 512, arguments)
+        pass.launch(if rows == 1 { self.delta_step } else { self.rows_delta_step }, grid, 512, arguments)
     }
 
     /// Many tokens before the recurrence: `projected` to `mixed` and `gates`.

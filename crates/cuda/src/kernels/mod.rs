@@ -207,7 +207,7 @@ kernels! {
     plain_read: NONE;
     embed: NONE;
     delta_step: NONE;
-    rows_delta_step: delta::shared_of_rows;
+    rows_delta_step: NONE;
     attend: attention::shared_of_one;
     attend_combine: NONE;
     route_and_share: gemv::shared;
