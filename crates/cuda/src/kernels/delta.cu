@@ -22,9 +22,8 @@ DEVICE float* history_slot(float* conv, int layer, u32 position) {
 // In: projected [PROJ_DELTA], taps [CONV_WIDTH, 4], rates = exp(A_log), dt_bias [VALUE_HEADS], norm [128].
 // Out: out [VALUE_WIDTH] = o * norm * silu(z), without the norm's scale, and squares [VALUE_HEADS, 4].
 // Bytes moved: the state read and written, 2 x 16 KB a CTA.
-KERNEL(512, 3)
-delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
-           const float* norm, float* out, float* squares) {
+DEVICE void step_of_row(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
+                        const float* norm, float* out, float* squares) {
     __shared__ float qs[DELTA_HEAD], ks[DELTA_HEAD], vs[32], sums[8], gates[2], outputs[32];
     run += blockIdx.y;
     projected += blockIdx.y * PROJ_DELTA;
@@ -33,6 +32,7 @@ delta_step(const Run* run, int layer, const float* projected, const float4* taps
     const int head = blockIdx.x >> 2, slice = blockIdx.x & 3, key_head = head / VALUES_PER_KEY;
     const int tid = threadIdx.x, row = tid >> 4, lane16 = tid & 15, lane = tid & 31;
     launch_dependents();
+    if (head >= VALUE_HEADS) return wait_for_inputs();
     // What the token before left is there: a whole pass of kernels lies between.
     float* state = run->delta + (((u64)layer * VALUE_HEADS + head) * DELTA_HEAD + slice * 32 + row) * DELTA_HEAD;
     float4 s[2] = {load_cg((const float4*)state + lane16), load_cg((const float4*)state + 16 + lane16)};
@@ -45,6 +45,7 @@ delta_step(const Run* run, int layer, const float* projected, const float4* taps
     } else if (tid < 2 * DELTA_HEAD + 32) {
         channel = 2 * KEY_WIDTH + head * DELTA_HEAD + slice * 32 + tid - 2 * DELTA_HEAD;
     }
+    const float norm_weight = __ldg(norm + slice * 32 + row), rate = __ldg(rates + head), bias = __ldg(dt_bias + head);
     float u[3];
     float4 tap;
     if (channel >= 0) {
@@ -66,7 +67,7 @@ delta_step(const Run* run, int layer, const float* projected, const float4* taps
             if (lane == 0) sums[tid >> 5] = sum;
         }
     } else if (tid == 511) {
-        gates[0] = decay_of(load_cg(projected + PROJ_A + head), rates[head], dt_bias[head]);
+        gates[0] = decay_of(load_cg(projected + PROJ_A + head), rate, bias);
         gates[1] = sigmoid(load_cg(projected + PROJ_B + head));
     }
     float z = 0.0f;
@@ -98,11 +99,23 @@ delta_step(const Run* run, int layer, const float* projected, const float4* taps
     }
     if (lane16 == 0) {
         outputs[row] = o;
-        out[head * DELTA_HEAD + slice * 32 + row] = o * __ldg(norm + slice * 32 + row) * silu(z);
+        out[head * DELTA_HEAD + slice * 32 + row] = o * norm_weight * silu(z);
     }
     __syncthreads();
     if (tid < 32) {
         const float sum = sum_lanes<32>(outputs[tid] * outputs[tid]);
         if (tid == 0) squares[head * 4 + slice] = sum;
     }
+}
+// Two CTAs have room on a processor, one of this kernel and one of a neighbour: see `gemv.rs`.
+KERNEL(512, 2)
+delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
+           const float* norm, float* out, float* squares) {
+    step_of_row(run, layer, projected, taps, rates, dt_bias, norm, out, squares);
+}
+// Of several rows three, because their states are all that counts.
+KERNEL(512, 3)
+rows_delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
+                const float* norm, float* out, float* squares) {
+    step_of_row(run, layer, projected, taps, rates, dt_bias, norm, out, squares);
 }

@@ -55,9 +55,12 @@ impl Kernels {
         v: &DeltaVectors,
         (out, squares): (Pointer, Pointer),
     ) -> Result<()> {
-        let (layer, grid) = (layer as i32, (self.sizes.value_heads * SLICES, rows));
+        let needed = self.sizes.value_heads * SLICES;
+        // Of one row a CTA for each processor, like its neighbours: see `gemv.rs`.
+        let grid = (if rows == 1 { needed.max(pass.device.processors as usize) } else { needed }, rows);
+        let layer = layer as i32;
         let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out, squares];
-        pass.launch(self.delta_step, grid, 512, arguments)
+        pass.launch(if rows == 1 { self.delta_step } else { self.rows_delta_step }, grid, 512, arguments)
     }
 
     /// Many tokens, all that needs no state: `projected` to `related`.

@@ -180,6 +180,7 @@ macro_rules! kernels {
         pub(crate) struct Kernels {
             pub(crate) sizes: Sizes,
             wide: Option<gemm::Wide>,
+            alone: gemv::Alone,
             attend_wide: Option<(Function, u32)>,
             $($name: (Function, u32),)+
             // Last: functions belong to it.
@@ -192,8 +193,9 @@ macro_rules! kernels {
                 let (module, sizes) = (device.module(cubin)?, Sizes::new(shape));
                 $(let shared = ($shared)(&sizes) as u32; let $name = (module.function(stringify!($name), shared)?, shared);)+
                 let wide = gemm::Wide::load(&module, device.arch)?;
+                let alone = gemv::Alone::load(&module, &sizes, device.arch)?;
                 let attend_wide = attention::load_wide(&module, &sizes, device.arch)?;
-                Ok(Kernels { sizes, wide, attend_wide, $($name,)+ _module: module })
+                Ok(Kernels { sizes, wide, alone, attend_wide, $($name,)+ _module: module })
             }
         }
     };
@@ -206,14 +208,12 @@ kernels! {
     repack_q8: NONE;
     plain_read: NONE;
     embed: NONE;
-    norm_project: gemv::shared;
     delta_step: NONE;
-    delta_output: gemv::shared;
+    rows_delta_step: NONE;
     attend: attention::shared_of_one;
     attend_combine: NONE;
-    attention_output: gemv::shared;
     route_and_share: gemv::shared;
-    experts_up: gemv::shared;
+    experts_up: gemv::shared_of_up;
     experts_down: gemv::shared;
     head: gemv::shared;
     norm_rows: NONE;
