@@ -1,7 +1,8 @@
 //! Runs .metal files on Linux, unmodified, to find what is wrong with them. For tests only.
 //!
-//! A file goes through a token pass with lints (`pass`), is checked for address spaces and compiled by clang-19 as C++14
-//! against a stand-in for `<metal_stdlib>` (`library`, `shim/`), and runs on fibers, one per thread (`shim/runtime.cpp`).
+//! A file goes through a token pass with lints (`pass`), is checked for address spaces and compiled by clang-19, as C++14 for
+//! MSL 3 and as C++17 for MSL 4, against stand-ins for `<metal_stdlib>`, `<metal_tensor>` and the tensor operations of
+//! `MetalPerformancePrimitives` (`library`, `shim/`), and runs on fibers, one per thread (`shim/runtime.cpp`).
 //! An [`Emulator`] has the shape of a Metal device: buffers, pipelines, command buffers with a concurrent encoder.
 //!
 //! It faults on: accesses outside of what is bound, misaligned ones, and writes to what is bound for reading; races between
@@ -89,6 +90,15 @@ pub enum Error {
 
 /// Result of an emulator call.
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// The version of the Metal Shading Language that a file is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Language {
+    /// C++14.
+    Metal3_2,
+    /// C++17, with tensors.
+    Metal4_0,
+}
 
 /// A buffer in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -236,8 +246,8 @@ impl Emulator {
     }
 
     /// Compiles a file; `name` is for messages.
-    pub fn library(&mut self, name: &str, source: &str) -> Result<LibraryId> {
-        self.libraries.push(Library::compile(name, source)?);
+    pub fn library(&mut self, name: &str, source: &str, language: Language) -> Result<LibraryId> {
+        self.libraries.push(Library::compile(name, source, language)?);
         Ok(LibraryId(self.libraries.len() - 1))
     }
 

@@ -9,6 +9,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
+use crate::Language;
 use crate::lex::{Kind, Token, tokens};
 
 /// A translated file.
@@ -58,9 +59,8 @@ const SPACES: [&str; 4] = ["device", "constant", "thread", "threadgroup"];
 const SCALARS: [&str; 13] =
     ["void", "bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "float", "half", "bfloat"];
 /// What clang would take in C++ and Apple's compiler does not, or what means something else there.
-const FOREIGN: [&str; 16] = [
+const FOREIGN: [&str; 15] = [
     "double",
-    "auto",
     "goto",
     "new",
     "delete",
@@ -77,8 +77,11 @@ const FOREIGN: [&str; 16] = [
     "size_t",
 ];
 
+/// Hides a type, and with it an address space. Tensors of MSL 4 have types that cannot be written out.
+const HIDDEN_TYPE: &str = "auto";
+
 /// Translates a file; all lints that it offends, as `line N: what`, if it does.
-pub(crate) fn translate(source: &str) -> Result<Unit, Vec<String>> {
+pub(crate) fn translate(source: &str, language: Language) -> Result<Unit, Vec<String>> {
     let tokens = tokens(source);
     let mut pass = Pass { source, tokens: &tokens, lints: Vec::new(), edits: Vec::new() };
     let (mut kernels, mut constants, mut limits) = (Vec::new(), Vec::new(), Vec::new());
@@ -90,7 +93,7 @@ pub(crate) fn translate(source: &str) -> Result<Unit, Vec<String>> {
             _ => {}
         }
     }
-    pass.lint();
+    pass.lint(language);
     let Pass { lints, edits, .. } = pass;
     if !lints.is_empty() {
         return Err(lints);
@@ -310,7 +313,7 @@ impl<'a> Pass<'a> {
         Some(name)
     }
 
-    fn lint(&mut self) {
+    fn lint(&mut self, language: Language) {
         let types = self.type_names();
         let is_type = |text: &str| types.contains(text);
         for at in 0..self.tokens.len() {
@@ -325,7 +328,10 @@ impl<'a> Pass<'a> {
                         );
                     }
                 }
-                Kind::Word if FOREIGN.contains(&token.text) => {
+                Kind::Word
+                    if FOREIGN.contains(&token.text)
+                        || (token.text == HIDDEN_TYPE && language == Language::Metal3_2) =>
+                {
                     self.lint_at(at, format_args!("`{}` is not written in kernels", token.text));
                 }
                 Kind::Punct if token.is("*") || token.is("&") => self.lint_address(at, &is_type),
@@ -385,7 +391,7 @@ impl<'a> Pass<'a> {
             names.extend((2..=4).map(|n| format!("{scalar}{n}")));
         }
         names.extend(
-            ["atomic_uint", "atomic_int", "simdgroup_matrix", "simdgroup_float8x8", "simdgroup_half8x8"]
+            ["atomic_uint", "atomic_int", "simdgroup_matrix", "simdgroup_float8x8", "simdgroup_half8x8", HIDDEN_TYPE]
                 .map(str::to_owned),
         );
         for at in 1..self.tokens.len() {
@@ -416,7 +422,7 @@ mod tests {
     use super::*;
 
     fn lints(source: &str) -> Vec<String> {
-        translate(source).err().unwrap_or_default()
+        translate(source, Language::Metal3_2).err().unwrap_or_default()
     }
 
     #[test]
@@ -427,6 +433,7 @@ mod tests {
              device const float* x [[buffer(0)]], constant float4& y [[buffer(7)]],\n\
              threadgroup float* z [[threadgroup(1)]], uint lane [[thread_index_in_simdgroup]]) {\n\
              threadgroup float s[4][N];\n}\n",
+            Language::Metal3_2,
         )
         .expect("no lint");
         assert_eq!(unit.constants, ["N"]);
@@ -488,6 +495,16 @@ mod tests {
             let lints = lints(bad);
             assert!(lints.len() == 1 && lints[0].contains(what), "{bad}: {lints:?}");
         }
+    }
+
+    #[test]
+    fn types_are_hidden_only_where_they_cannot_be_written_out() {
+        let lints = |source, language| translate(source, language).err().unwrap_or_default();
+        let tile = "void f() { auto tile = product(); }";
+        assert_eq!(lints(tile, Language::Metal3_2), ["line 1: `auto` is not written in kernels"]);
+        assert_eq!(lints(tile, Language::Metal4_0), Vec::<String>::new());
+        let pointer = "void f(device float* x) { auto* y = x; }";
+        assert_eq!(lints(pointer, Language::Metal4_0), ["line 1: `auto*` has no address space"]);
     }
 
     #[test]

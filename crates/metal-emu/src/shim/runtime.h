@@ -69,6 +69,11 @@ const unsigned char* exchange(const void* value, size_t size, uint32_t site);
 uint32_t exchanged_lanes();  // bits of the lanes that took part
 // 8x8 matrices of float, one row-major product a * b per simdgroup; each lane brings two elements of both.
 const float* multiply(const float lane_elements[4], uint32_t site);
+// Rows of halves, one behind the other.
+struct HalfRows { const _Float16* data; uint32_t rows, columns; };
+// left * right^T by all threads of the threadgroup, which are so many simdgroups: [left.rows, right.rows], valid until the
+// next call. Threads do not wait for each other's memory here.
+const float* multiply_rows(HalfRows left, HalfRows right, uint32_t simdgroups, uint32_t site);
 // A variable in threadgroup memory comes to life: counted and poisoned.
 void threadgroup_variable(void* address, size_t size);
 
