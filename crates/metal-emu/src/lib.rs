@@ -12,6 +12,9 @@
 //! Work is done late, when it is waited for, and in an order that the seed chooses: dispatches between two barriers,
 //! threadgroups, simdgroups and lanes.
 //!
+//! The same files run on an NVIDIA GPU through clang's CUDA mode ([`nvidia`]): with true concurrency, and at sizes for which the
+//! emulator is too slow.
+//!
 //! It cannot show: that Apple's compiler takes a file, the accuracy of Apple's math functions, the order in which their
 //! reductions add, memory that threadgroups share while they run, registers, speed.
 
@@ -23,6 +26,8 @@ mod lex;
 mod library;
 #[expect(unsafe_code, reason = "memory is mapped, protected and lent to kernels; each with its SAFETY note")]
 mod memory;
+#[expect(unsafe_code, reason = "the driver's library is opened and called; each with its SAFETY note")]
+pub mod nvidia;
 mod pass;
 
 use std::collections::BTreeMap;
@@ -77,6 +82,14 @@ pub enum Error {
     HostRace {
         /// `reads` or `writes`.
         what: &'static str,
+    },
+    /// An NVIDIA GPU's driver refused a call.
+    #[error("{call}: {what}")]
+    Nvidia {
+        /// The function.
+        call: &'static str,
+        /// What it said.
+        what: String,
     },
     /// A kernel did what no kernel may.
     #[error("{kernel}: {message}")]

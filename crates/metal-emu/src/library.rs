@@ -15,7 +15,8 @@ const CLANG: &str = "clang++-19";
 /// Where kernels find the tensor operations.
 const TENSOR_OPERATIONS: &str = "MetalPerformancePrimitives/MetalPerformancePrimitives.h";
 
-const SHIM: [(&str, &str); 10] = [
+const SHIM: [(&str, &str); 11] = [
+    ("cuda_runtime.h", include_str!("shim/cuda_runtime.h")),
     ("runtime.h", include_str!("shim/runtime.h")),
     ("runtime.cpp", include_str!("shim/runtime.cpp")),
     ("metal_stdlib", include_str!("shim/metal_stdlib")),
@@ -60,6 +61,26 @@ const ADDRESS_SPACE_FLAGS: [&str; 10] = [
     "-ferror-limit=100",
     // A library function that a kernel file has of its own is not the one of OpenCL.
     "-fno-builtin",
+];
+
+/// Clang's CUDA mode needs nothing of CUDA itself. The stand-ins for vectors ask for C++17.
+const CUDA_FLAGS: [&str; 15] = [
+    "-x",
+    "cuda",
+    "--cuda-device-only",
+    "--cuda-gpu-arch=sm_80",
+    "-nocudainc",
+    "-nocudalib",
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=on",
+    // Of CUDA 12: shuffles of a whole warp.
+    "-Xclang",
+    "-target-feature",
+    "-Xclang",
+    "+ptx80",
+    "-Wno-unknown-attributes",
+    "-S",
 ];
 
 impl Language {
@@ -272,20 +293,8 @@ fn build(name: &str, unit: &Unit, language: Language) -> Result<PathBuf, Error> 
     if object.exists() {
         return Ok(object);
     }
-    let work = tempfile::tempdir_in(&cache).map_err(Error::Cache)?;
-    let at = |file: &str| work.path().join(file);
-    for directory in ["address_spaces", "."].map(at) {
-        std::fs::create_dir_all(directory.join("MetalPerformancePrimitives")).map_err(Error::Cache)?;
-    }
-    let sources = [("kernels.cpp", unit.cpp.as_str()), ("kernels.cl", unit.address_spaces.as_str())];
-    for (file, content) in SHIM.into_iter().chain(sources) {
-        std::fs::write(at(file), content).map_err(Error::Cache)?;
-    }
-    let clang = || {
-        let mut command = Command::new(CLANG);
-        command.current_dir(work.path());
-        command
-    };
+    let work = Workshop::new(&cache, &[("kernels.cpp", &unit.cpp), ("kernels.cl", &unit.address_spaces)])?;
+    let clang = || work.clang();
     let checked = ["-isystem", "address_spaces", language.version_flag(), "kernels.cl"];
     run(name, clang().args(ADDRESS_SPACE_FLAGS).args(checked))?;
     run(
@@ -302,8 +311,55 @@ fn build(name: &str, unit: &Unit, language: Language) -> Result<PathBuf, Error> 
     run(name, clang().args(RUNTIME_FLAGS).args(["-c", "runtime.cpp", "-o", "runtime.o"]))?;
     // Symbols of one object are bound inside it, whatever other copies are loaded.
     run(name, clang().args(["-shared", "-Wl,-Bsymbolic", "kernels.o", "runtime.o", "-o", "kernels.so"]))?;
-    std::fs::rename(at("kernels.so"), &object).map_err(Error::Cache)?;
+    std::fs::rename(work.at("kernels.so"), &object).map_err(Error::Cache)?;
     Ok(object)
+}
+
+/// PTX of a file, for the GPUs from A100 on.
+pub(crate) fn ptx(name: &str, source: &str, language: Language) -> Result<String, Error> {
+    let unit =
+        translate(source, language).map_err(|lints| Error::Lint { file: name.into(), lints: lints.join("\n") })?;
+    let work = Workshop::new(&cache()?, &[("kernels.cu", &unit.cuda)])?;
+    run(
+        name,
+        work.clang().args(CUDA_FLAGS).args([
+            language.version_flag(),
+            "-isystem",
+            ".",
+            "kernels.cu",
+            "-o",
+            "kernels.ptx",
+        ]),
+    )?;
+    std::fs::read_to_string(work.at("kernels.ptx")).map_err(Error::Cache)
+}
+
+/// A folder with the stand-ins and some sources, for clang to work in.
+struct Workshop(tempfile::TempDir);
+
+impl Workshop {
+    fn new(cache: &Path, sources: &[(&str, &String)]) -> Result<Workshop, Error> {
+        let work = Workshop(tempfile::tempdir_in(cache).map_err(Error::Cache)?);
+        for directory in ["address_spaces", "."] {
+            let directory = work.at(directory).join("MetalPerformancePrimitives");
+            std::fs::create_dir_all(directory).map_err(Error::Cache)?;
+        }
+        let sources = sources.iter().map(|(file, content)| (*file, content.as_str()));
+        for (file, content) in SHIM.into_iter().chain(sources) {
+            std::fs::write(work.at(file), content).map_err(Error::Cache)?;
+        }
+        Ok(work)
+    }
+
+    fn at(&self, file: &str) -> PathBuf {
+        self.0.path().join(file)
+    }
+
+    fn clang(&self) -> Command {
+        let mut command = Command::new(CLANG);
+        command.current_dir(self.0.path());
+        command
+    }
 }
 
 fn run(name: &str, command: &mut Command) -> Result<(), Error> {

@@ -19,6 +19,8 @@ pub(crate) struct Unit {
     pub(crate) cpp: String,
     /// C++ for OpenCL, for the check of address spaces.
     pub(crate) address_spaces: String,
+    /// CUDA, for an NVIDIA GPU.
+    pub(crate) cuda: String,
     pub(crate) kernels: Vec<Kernel>,
     /// Function constants by name.
     pub(crate) constants: Vec<String>,
@@ -98,24 +100,29 @@ pub(crate) fn translate(source: &str, language: Language) -> Result<Unit, Vec<St
     if !lints.is_empty() {
         return Err(lints);
     }
-    let mut cpp = apply(source, &edits, |edit| &edit.cpp);
-    cpp.push_str("\n#undef device\n#undef thread\n#undef threadgroup\n#undef constant\n");
+    let [mut cpp, mut cuda] = [apply(source, &edits, |edit| &edit.cpp), apply(source, &edits, Edit::cuda)];
+    for text in [&mut cpp, &mut cuda] {
+        text.push_str("\n#undef device\n#undef thread\n#undef threadgroup\n#undef constant\n");
+    }
     for kernel in &kernels {
         append_thunk(&mut cpp, kernel);
+        let limit = limits.iter().find(|(name, _)| *name == kernel.name);
+        append_cuda_kernel(&mut cuda, kernel, limit.map(|(_, limit)| limit.as_str()));
     }
+    cuda.push_str("#pragma clang force_cuda_host_device end\n");
     for (kernel, limit) in &limits {
         let _ = writeln!(
             cpp,
             "extern \"C\" {{ extern const uint32_t msl_limit_{kernel}; const uint32_t msl_limit_{kernel} = {limit}; }}"
         );
     }
-    Ok(Unit { cpp, address_spaces: apply(source, &edits, |edit| &edit.address_spaces), kernels, constants })
+    Ok(Unit { cpp, address_spaces: apply(source, &edits, |edit| &edit.address_spaces), cuda, kernels, constants })
 }
 
-/// The call of a kernel for one lane, and the types of its parameters.
-fn append_thunk(cpp: &mut String, kernel: &Kernel) {
-    let Kernel { name, parameters } = kernel;
-    let arguments: Vec<String> = parameters
+/// What a kernel is called with.
+fn arguments_of(kernel: &Kernel) -> String {
+    let arguments: Vec<String> = kernel
+        .parameters
         .iter()
         .map(|parameter| match parameter {
             Parameter::Buffer(slot) => format!("msl::Argument{{arguments->buffers[{slot}]}}"),
@@ -123,12 +130,29 @@ fn append_thunk(cpp: &mut String, kernel: &Kernel) {
             Parameter::Builtin(value) => format!("msl_position{{{value}}}"),
         })
         .collect();
-    let arguments = arguments.join(", ");
+    arguments.join(", ")
+}
+
+/// The call of a kernel for one lane, and the types of its parameters.
+fn append_thunk(cpp: &mut String, kernel: &Kernel) {
+    let (name, arguments) = (&kernel.name, arguments_of(kernel));
     // Writing to a String cannot fail.
     let _ = writeln!(
         cpp,
         "extern \"C\" void msl_kernel_{name}(const msl::Arguments* arguments, const msl::Lane* lane) {{ {name}({arguments}); }}\n\
          extern \"C\" void msl_types_{name}(msl::Type* out) {{ msl::types({name}, out); }}"
+    );
+}
+
+/// The kernel of CUDA that calls a kernel.
+fn append_cuda_kernel(cuda: &mut String, kernel: &Kernel, limit: Option<&str>) {
+    let (name, arguments) = (&kernel.name, arguments_of(kernel));
+    let bounds = limit.map_or(String::new(), |limit| format!("__attribute__((launch_bounds({limit})))"));
+    // Writing to a String cannot fail.
+    let _ = writeln!(
+        cuda,
+        "extern \"C\" __global__ void {bounds} msl_kernel_{name}(const msl::Arguments all) {{ const msl::Arguments* arguments = &all; \
+         const msl::Lane here = msl::here(); const msl::Lane* lane = &here; (void)lane; {name}({arguments}); }}"
     );
 }
 
@@ -138,6 +162,14 @@ struct Edit {
     end: usize,
     cpp: String,
     address_spaces: String,
+    /// Where it is not what C++ has.
+    cuda: Option<String>,
+}
+
+impl Edit {
+    fn cuda(&self) -> &str {
+        self.cuda.as_deref().unwrap_or(&self.cpp)
+    }
 }
 
 fn apply(source: &str, edits: &[Edit], text: impl Fn(&Edit) -> &str) -> String {
@@ -173,7 +205,14 @@ impl<'a> Pass<'a> {
 
     fn replace(&mut self, first: usize, last: usize, cpp: String, address_spaces: String) {
         let (start, end) = (self.tokens[first].start, self.tokens[last].end());
-        self.edits.push(Edit { start, end, cpp, address_spaces });
+        self.edits.push(Edit { start, end, cpp, address_spaces, cuda: None });
+    }
+
+    fn replace_with_cuda(&mut self, first: usize, last: usize, cpp: String, address_spaces: String, cuda: String) {
+        self.replace(first, last, cpp, address_spaces);
+        if let Some(edit) = self.edits.last_mut() {
+            edit.cuda = Some(cuda);
+        }
     }
 
     /// The token that closes what `open` opens.
@@ -210,7 +249,7 @@ impl<'a> Pass<'a> {
             return None;
         }
         let name = self.text(next + 1).to_owned();
-        self.replace(at, at, String::new(), String::new());
+        self.replace_with_cuda(at, at, String::new(), String::new(), "static __device__ inline".into());
         if let Some((open, close)) = limit {
             let (first, last) = (self.tokens[open + 4].start, self.tokens[close - 3].end());
             limits.push((name.clone(), self.source[first..last].to_owned()));
@@ -296,7 +335,7 @@ impl<'a> Pass<'a> {
         // Behind the name of a vector a bracket would begin the macro that makes one.
         let kind = format!("metal::msl_same<{kind}>::type");
         let address_spaces = format!("threadgroup {kind} (&{name}){bounds} = *(threadgroup {kind} (*){bounds})0;");
-        self.replace(at, end, cpp, address_spaces);
+        self.replace_with_cuda(at, end, cpp, address_spaces, format!("__shared__ {declared};"));
     }
 
     /// `constant uint NAME [[function_constant(N)]];`
@@ -309,7 +348,8 @@ impl<'a> Pass<'a> {
         }
         let name = self.text(first + 2).to_owned();
         let cpp = format!("extern \"C\" {{ extern uint {name}; uint {name}; }}");
-        self.replace(first, at + 6, cpp, format!("constant uint {name} = 1;"));
+        let cuda = format!("extern \"C\" {{ __constant__ uint {name}; }}");
+        self.replace_with_cuda(first, at + 6, cpp, format!("constant uint {name} = 1;"), cuda);
         Some(name)
     }
 

@@ -349,6 +349,23 @@ fn matrices_multiply_and_threadgroup_memory_comes_from_the_encoder() {
     }
 }
 
+/// Run they are only where a GPU is, see tools/metal-on-nvidia.sh.
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn files_compile_for_an_nvidia_gpu() {
+    let folder = std::env::temp_dir().join(format!("metal-nvidia-{}", std::process::id()));
+    for (source, language) in [(LANGUAGE, Language::Metal3_2), (TENSORS, Language::Metal4_0)] {
+        lily_metal_emu::nvidia::compile(&folder, "test.metal", source, language).unwrap();
+    }
+    let texts: Vec<String> =
+        folder.read_dir().unwrap().map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap()).collect();
+    std::fs::remove_dir_all(&folder).unwrap();
+    for kernel in ["vectors", "lanes", "product"] {
+        let entry = format!(".entry msl_kernel_{kernel}(");
+        assert!(texts.iter().any(|text| text.contains(&entry)), "{kernel}");
+    }
+}
+
 #[test]
 #[ignore = "needs clang-19; .ci/run installs it and runs them"]
 fn tensors_multiply_whatever_lies_where() {

@@ -44,11 +44,11 @@ template <uint64_t DESCRIPTOR, class Scope> struct matmul2d {
   template <class Left, class Right, class T>
   void run(Left& left, Right& right, Destination<Left, Right, T>& to, uint site = __builtin_LINE() << 8 | (__builtin_COLUMN() & 255)) const {
     const msl::HalfRows rows[2] = {of(left, M, site), of(right, N, site)};
-    const float* product = msl::multiply_rows(rows[0], rows[1], Scope::msl_count, site);
+    const msl::RowProduct product(rows[0], rows[1], Scope::msl_count, site);
     for (int i = 0; i < to.get_capacity(); i++) {
       if (!to.is_valid_element(i)) continue;
       const auto at = to.get_multidimensional_index(i);
-      to[i] = (ADDS ? to[i] : T(0)) + product[at[1] * N + at[0]];
+      to[i] = (ADDS ? to[i] : T(0)) + product.at(at[1], at[0]);
     }
   }
 

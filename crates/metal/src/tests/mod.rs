@@ -1,5 +1,8 @@
 //! The whole backend, on the emulator.
 
+#[expect(unsafe_code, reason = "memory and kernels of an NVIDIA GPU; each with its SAFETY note")]
+mod nvidia;
+
 use std::path::Path;
 
 use lily_backend::conformance::Subject;
@@ -10,6 +13,7 @@ use lily_model::{Checkpoint, Shape};
 use lily_reference::golden::{Goldens, compare_logits, tiny_checkpoint};
 
 use crate::backend::MetalBackend;
+use crate::device::Gpu;
 use crate::emulated::Emulated;
 use crate::{KernelReport, KvDtype, LoadOptions};
 
@@ -17,7 +21,7 @@ fn load_with(checkpoint: &Checkpoint, kv: KvDtype, order: u32) -> MetalBackend<E
     load_on(Emulated::new(order), checkpoint, kv)
 }
 
-fn load_on(gpu: Emulated, checkpoint: &Checkpoint, kv: KvDtype) -> MetalBackend<Emulated> {
+fn load_on<G: Gpu>(gpu: G, checkpoint: &Checkpoint, kv: KvDtype) -> MetalBackend<G> {
     let options = LoadOptions { kv, max_context: Some(1024), max_chunk: Some(160) };
     MetalBackend::load(gpu, checkpoint, &options).expect("loaded")
 }
