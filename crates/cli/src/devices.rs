@@ -142,13 +142,10 @@ pub fn budget(backend: BackendName, kv: KvType) -> (f32, &'static str) {
     }
 }
 
-/// What becomes of every kernel that a device compiles for a shape, as far as it says: name, and why it failed if it did.
-pub fn kernels(backend: BackendName, shape: &Shape, kv: KvType) -> anyhow::Result<Vec<(String, Option<String>)>> {
+/// What becomes of every kernel that a device compiles for a shape, as far as it says.
+pub fn kernels(backend: BackendName, shape: &Shape, kv: KvType) -> anyhow::Result<Vec<lily_metal::KernelReport>> {
     match backend {
-        BackendName::Metal => {
-            let reports = lily_metal::survey(shape, metal_kv(kv))?;
-            Ok(reports.into_iter().map(|report| (report.name, report.error)).collect())
-        }
+        BackendName::Metal => Ok(lily_metal::survey(shape, metal_kv(kv))?),
         _ => Ok(Vec::new()),
     }
 }

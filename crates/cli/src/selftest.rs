@@ -14,6 +14,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use lily_backend::Backend;
 use lily_backend::conformance::{LAWS, Subject};
+use lily_metal::KernelReport;
 use lily_model::Checkpoint;
 
 use crate::args::{BackendName, DeviceArgs, ModelArgs};
@@ -111,9 +112,11 @@ impl Report {
                 return;
             }
             let count = kernels.len();
-            for (name, error) in kernels {
-                if let Some(error) = error {
-                    self.line("kernel", &format!("{what} {name}"), Err(error));
+            for KernelReport { name, error, instead } in kernels {
+                match (error, instead) {
+                    (None, _) => {}
+                    (Some(error), None) => self.line("kernel", &format!("{what} {name}"), Err(error)),
+                    (Some(why), Some(instead)) => println!("fallback {what} {name}: {instead}, because {why}"),
                 }
             }
             self.line("kernels", what, Ok(format!(", {count} asked for")));

@@ -1,7 +1,8 @@
 //! Runs .metal files on Linux, unmodified, to find what is wrong with them. For tests only.
 //!
-//! A file goes through a token pass with lints (`pass`), is checked for address spaces and compiled by clang-19 as C++14
-//! against a stand-in for `<metal_stdlib>` (`library`, `shim/`), and runs on fibers, one per thread (`shim/runtime.cpp`).
+//! A file goes through a token pass with lints (`pass`), is checked for address spaces and compiled by clang-19, as C++14 for
+//! MSL 3 and as C++17 for MSL 4, against stand-ins for `<metal_stdlib>`, `<metal_tensor>` and the tensor operations of
+//! `MetalPerformancePrimitives` (`library`, `shim/`), and runs on fibers, one per thread (`shim/runtime.cpp`).
 //! An [`Emulator`] has the shape of a Metal device: buffers, pipelines, command buffers with a concurrent encoder.
 //!
 //! It faults on: accesses outside of what is bound, misaligned ones, and writes to what is bound for reading; races between
@@ -10,6 +11,9 @@
 //! fit the kernel's parameters; host accesses to memory that a command buffer in flight uses. Unwritten memory is NaN.
 //! Work is done late, when it is waited for, and in an order that the seed chooses: dispatches between two barriers,
 //! threadgroups, simdgroups and lanes.
+//!
+//! The same files run on an NVIDIA GPU through clang's CUDA mode ([`nvidia`]): with true concurrency, and at sizes for which the
+//! emulator is too slow.
 //!
 //! It cannot show: that Apple's compiler takes a file, the accuracy of Apple's math functions, the order in which their
 //! reductions add, memory that threadgroups share while they run, registers, speed.
@@ -22,6 +26,8 @@ mod lex;
 mod library;
 #[expect(unsafe_code, reason = "memory is mapped, protected and lent to kernels; each with its SAFETY note")]
 mod memory;
+#[expect(unsafe_code, reason = "the driver's library is opened and called; each with its SAFETY note")]
+pub mod nvidia;
 mod pass;
 
 use std::collections::BTreeMap;
@@ -77,6 +83,14 @@ pub enum Error {
         /// `reads` or `writes`.
         what: &'static str,
     },
+    /// An NVIDIA GPU's driver refused a call.
+    #[error("{call}: {what}")]
+    Nvidia {
+        /// The function.
+        call: &'static str,
+        /// What it said.
+        what: String,
+    },
     /// A kernel did what no kernel may.
     #[error("{kernel}: {message}")]
     Fault {
@@ -89,6 +103,15 @@ pub enum Error {
 
 /// Result of an emulator call.
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// The version of the Metal Shading Language that a file is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Language {
+    /// C++14.
+    Metal3_2,
+    /// C++17, with tensors.
+    Metal4_0,
+}
 
 /// A buffer in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -236,8 +259,8 @@ impl Emulator {
     }
 
     /// Compiles a file; `name` is for messages.
-    pub fn library(&mut self, name: &str, source: &str) -> Result<LibraryId> {
-        self.libraries.push(Library::compile(name, source)?);
+    pub fn library(&mut self, name: &str, source: &str, language: Language) -> Result<LibraryId> {
+        self.libraries.push(Library::compile(name, source, language)?);
         Ok(LibraryId(self.libraries.len() - 1))
     }
 

@@ -57,8 +57,9 @@ impl<G: Gpu> MetalBackend<G> {
         let max_context = options.max_context.unwrap_or(shape.max_context).max(1);
         let max_chunk = plan.prefill.most_tokens.min(max_context);
         let layout = Layout::new(shape, options.kv);
+        let how: Vec<String> = std::iter::once(gpu.name()).chain(plan.prefill.how.clone()).collect();
         let caps = Caps {
-            name: format!("metal ({})", gpu.name()),
+            name: format!("metal ({})", how.join(", ")),
             max_context,
             max_chunk,
             max_rows: MAX_ROWS,

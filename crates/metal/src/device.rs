@@ -146,9 +146,19 @@ impl Pass {
     }
 }
 
-/// A file of kernels: its name for messages, and its whole text.
+/// The version of the Metal Shading Language that a file is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Language {
+    /// Of macOS 15.
+    Metal3_2,
+    /// Of macOS 26, with tensors.
+    Metal4_0,
+}
+
+/// A file of kernels: its name for messages, its language, and its whole text.
 pub(crate) struct Source {
     pub(crate) name: &'static str,
+    pub(crate) language: Language,
     pub(crate) text: String,
 }
 
@@ -169,6 +179,9 @@ pub(crate) struct KernelSpec<'a> {
 pub(crate) trait Gpu: Send {
     /// Its name.
     fn name(&self) -> String;
+
+    /// Whether it has units that multiply the tensors of [`Language::Metal4_0`]; if not, what it lacks.
+    fn tensor_units(&self) -> std::result::Result<(), String>;
 
     /// Bytes that it can hold at a time.
     fn memory_bytes(&self) -> usize;

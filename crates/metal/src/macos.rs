@@ -19,7 +19,9 @@ use objc2_metal::{
     MTLSize,
 };
 
-use crate::device::{Bound, Buffer, Command, Commit, Dispatch, Gpu, KernelSpec, Pipeline, Slice, Source, device_error};
+use crate::device::{
+    Bound, Buffer, Command, Commit, Dispatch, Gpu, KernelSpec, Language, Pipeline, Slice, Source, device_error,
+};
 
 // The system's default device is only found by processes that link this.
 #[link(name = "CoreGraphics", kind = "framework")]
@@ -109,7 +111,10 @@ impl MacGpu {
             return Ok(library.clone());
         }
         let options = MTLCompileOptions::new();
-        options.setLanguageVersion(MTLLanguageVersion::Version3_2);
+        options.setLanguageVersion(match source.language {
+            Language::Metal3_2 => MTLLanguageVersion::Version3_2,
+            Language::Metal4_0 => MTLLanguageVersion::Version4_0,
+        });
         // Fast math would take infinities and NaN as absent, which masks and checks are made of.
         options.setMathMode(MTLMathMode::Safe);
         let text = NSString::from_str(&source.text);
@@ -147,6 +152,15 @@ impl MacGpu {
 impl Gpu for MacGpu {
     fn name(&self) -> String {
         self.device.name().to_string()
+    }
+
+    fn tensor_units(&self) -> std::result::Result<(), String> {
+        // A system answers no for families that it has never heard of.
+        match (self.device.supportsFamily(MTLGPUFamily::Apple10), self.device.supportsFamily(MTLGPUFamily::Metal4)) {
+            (false, _) => Err("GPUs before that of M5 have no tensor units".into()),
+            (true, false) => Err("Metal 4 needs macOS 26 or newer".into()),
+            (true, true) => Ok(()),
+        }
     }
 
     fn memory_bytes(&self) -> usize {

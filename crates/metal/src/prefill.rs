@@ -187,6 +187,8 @@ pub(crate) struct PrefillPlan {
     /// Most tokens at once.
     pub(crate) most_tokens: usize,
     pub(crate) bytes: usize,
+    /// How products are made, if that is worth a word.
+    pub(crate) how: Option<String>,
 }
 
 struct Kernels {
@@ -342,7 +344,9 @@ impl PrefillPlan {
         max_chunk: Option<usize>,
         free_bytes: usize,
     ) -> Result<PrefillPlan> {
-        let kernels = Kernels::plan(&mut Builder::new(gpu, shape, kv), shape)?;
+        let mut builder = Builder::new(gpu, shape, kv);
+        let kernels = Kernels::plan(&mut builder, shape)?;
+        let how = builder.products();
         let most_tokens = max_chunk.unwrap_or_else(|| tokens_at_once(shape, free_bytes)).max(1);
         let sizes = Sizes::new(shape, most_tokens);
         let mut arena = Arena::exact(gpu, sizes.total(), "activations of a prompt")?;
@@ -364,7 +368,7 @@ impl PrefillPlan {
         };
         let stream = StreamRows { values, normed };
         let scratch = Scratch { stream, delta, attention, moe };
-        Ok(PrefillPlan { kernels, scratch, most_tokens, bytes: sizes.total() })
+        Ok(PrefillPlan { kernels, scratch, most_tokens, bytes: sizes.total(), how })
     }
 }
 

@@ -118,8 +118,16 @@ impl Bench {
 
 /// Runs a case in every order; what it returns has to be the same to the bit.
 fn in_every_order(case: impl Fn(&mut Bench) -> Result<Vec<f32>>) -> Vec<f32> {
-    let run =
-        |order| case(&mut Bench { gpu: Emulated::new(order), pass: Pass::default() }).expect("a case without error");
+    in_every_order_on(Emulated::new, case)
+}
+
+/// The same without and with tensor units.
+fn in_both_forms(case: impl Fn(&mut Bench) -> Result<Vec<f32>>) -> [Vec<f32>; 2] {
+    [in_every_order_on(Emulated::new, &case), in_every_order_on(Emulated::with_tensor_units, &case)]
+}
+
+fn in_every_order_on(gpu: fn(u32) -> Emulated, case: impl Fn(&mut Bench) -> Result<Vec<f32>>) -> Vec<f32> {
+    let run = |order| case(&mut Bench { gpu: gpu(order), pass: Pass::default() }).expect("a case without error");
     let [first, others @ ..] = ORDERS.map(run);
     for other in others {
         assert!(first.iter().map(|x| x.to_bits()).eq(other.iter().map(|x| x.to_bits())), "orders differ");
