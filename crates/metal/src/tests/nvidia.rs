@@ -4,11 +4,16 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
+use lily_backend::Backend;
+use lily_backend::conformance::Subject;
+use lily_metal_emu as emu;
 use lily_metal_emu::nvidia::{self, Address, Nvidia};
-use lily_metal_emu::{self as emu};
+use lily_model::{Checkpoint, Shape};
+use lily_reference::golden::{Goldens, compare_logits, tiny_checkpoint};
 use lily_reference::{Logits, Reference};
 
-use super::*;
+use super::{TOLERANCE, load_on, logits};
+use crate::KvDtype;
 use crate::device::{
     Bound, Buffer, Command, Commit, Dispatch, Gpu, KernelSpec, Language, Pipeline, Slice, Source, device_error,
 };
@@ -219,6 +224,8 @@ impl Gpu for Compiling {
     }
 }
 
+/// Layers of the full-size model, with fewer experts (eight of them are read) and a smaller vocabulary.
+const WIDE: Shape = Shape { layers: 4, vocab: 1024, experts: 24, ..Shape::QWEN36 };
 /// A prompt of a full tile of rows and a part of one, and tokens one by one after it.
 fn wide_ids() -> Vec<u32> {
     (0..80).map(|i| (i * 97 + 11) % WIDE.vocab as u32).collect()
