@@ -8,7 +8,7 @@ use super::{Builder, Matrix, THREADS, tile};
 use crate::device::{Bound, Dispatch, KernelSpec, Pass, Pipeline, Slice};
 
 /// Outputs of a threadgroup, as common.metal has it.
-const TILE_OUTPUTS: usize = 64;
+pub(super) const TILE_OUTPUTS: usize = 64;
 
 /// A kernel of gemm.metal for one matrix: its pipeline and how many threadgroups share a row.
 struct Tiled {

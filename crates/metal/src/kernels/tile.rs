@@ -3,6 +3,7 @@
 
 use lily_backend::Result;
 
+use super::gemm::TILE_OUTPUTS;
 use super::{Builder, File, KernelReport, Matrix, THREADS};
 use crate::device::{
     Bound, Dispatch, Gpu, KernelSpec, Language, Pass, Pipeline, Slice, device_error, float_bytes, read_words,
@@ -81,41 +82,21 @@ fn try_out(builder: &mut Builder<'_>) -> Result<()> {
     let constants = [("INPUTS", inputs), ("OUTPUTS", outputs), ("SPLIT", outputs)];
     let pipeline =
         builder.compile(&TENSOR, &KernelSpec { kernel: "gemm_q4", constants: &constants, threads: THREADS })?;
-    let trial = Trial::new();
-    let gpu = &mut *builder.gpu;
-    let words = |values: &[u16]| -> Vec<u8> { values.iter().flat_map(|value| value.to_le_bytes()).collect() };
-    let packed: Vec<u8> = trial.codes.as_chunks().0.iter().map(|[low, high]| low | high << 4).collect();
-    let mut placed = Vec::new();
-    let mut place = |gpu: &mut dyn Gpu, bytes: &[u8]| -> Result<Slice> {
-        let slice = Slice { buffer: gpu.buffer(bytes.len(), "a trial")?, offset: 0, bytes: bytes.len() };
-        placed.push(slice.buffer);
-        gpu.write(slice, bytes).map(|()| slice)
-    };
-    let matrix = Matrix {
-        codes: place(gpu, &packed)?,
-        scales: place(gpu, &words(&trial.scales))?,
-        biases: place(gpu, &words(&trial.biases))?,
-    };
-    let x = place(gpu, &float_bytes(&trial.x))?;
-    let mut different = 0;
-    for tokens in TOKENS {
-        let y = place(gpu, &vec![0xff; 4 * tokens * outputs])?;
-        let mut bound = matrix.bound().to_vec();
-        bound.extend([Bound::Read(x.part(0, 4 * tokens * inputs)), Bound::Write(y), Bound::word(tokens)]);
-        let mut pass = Pass::default();
-        pass.dispatch(Dispatch { pipeline, bound, groups: [outputs.div_ceil(64), 1], threads: THREADS });
-        if let Some(commit) = pass.commit(gpu)? {
-            gpu.wait(commit)?;
-        }
-        let found = read_words(gpu, y, u32::from_le_bytes)?;
-        let expected = trial.products().map(f32::to_bits);
-        different += found.iter().zip(expected).filter(|(found, expected)| **found != *expected).count();
-    }
-    placed.into_iter().for_each(|buffer| gpu.free(buffer));
-    match different {
+    let mut memory = Vec::new();
+    let different = Trial::new().count_differences(builder.gpu, pipeline, &mut memory);
+    memory.into_iter().for_each(|slice: Slice| builder.gpu.free(slice.buffer));
+    match different? {
         0 => Ok(()),
         n => Err(device_error(format!("{n} of {} products are not exact", TOKENS.iter().sum::<usize>() * outputs))),
     }
+}
+
+/// A buffer with these bytes; `memory` is what is to be freed.
+fn place(gpu: &mut dyn Gpu, memory: &mut Vec<Slice>, bytes: &[u8]) -> Result<Slice> {
+    let slice = Slice { buffer: gpu.buffer(bytes.len(), "a trial")?, offset: 0, bytes: bytes.len() };
+    memory.push(slice);
+    gpu.write(slice, bytes)?;
+    Ok(slice)
 }
 
 /// A matrix and rows whose products tell exact sums from others.
@@ -154,6 +135,35 @@ impl Trial {
         });
         let x = x.collect();
         Trial { codes, scales, biases, x }
+    }
+
+    /// How many products come out otherwise than on the host.
+    fn count_differences(&self, gpu: &mut dyn Gpu, pipeline: Pipeline, memory: &mut Vec<Slice>) -> Result<usize> {
+        let [outputs, inputs] = SIZES;
+        let words = |values: &[u16]| -> Vec<u8> { values.iter().flat_map(|value| value.to_le_bytes()).collect() };
+        let packed: Vec<u8> = self.codes.as_chunks().0.iter().map(|[low, high]| low | high << 4).collect();
+        let matrix = Matrix {
+            codes: place(gpu, memory, &packed)?,
+            scales: place(gpu, memory, &words(&self.scales))?,
+            biases: place(gpu, memory, &words(&self.biases))?,
+        };
+        let x = place(gpu, memory, &float_bytes(&self.x))?;
+        let mut different = 0;
+        for tokens in TOKENS {
+            let y = place(gpu, memory, &vec![0xff; 4 * tokens * outputs])?;
+            let mut bound = matrix.bound().to_vec();
+            bound.extend([Bound::Read(x.part(0, 4 * tokens * inputs)), Bound::Write(y), Bound::word(tokens)]);
+            let mut pass = Pass::default();
+            let groups = [outputs.div_ceil(TILE_OUTPUTS), 1];
+            pass.dispatch(Dispatch { pipeline, bound, groups, threads: THREADS });
+            if let Some(commit) = pass.commit(gpu)? {
+                gpu.wait(commit)?;
+            }
+            let found = read_words(gpu, y, u32::from_le_bytes)?;
+            let expected = self.products().map(f32::to_bits);
+            different += found.iter().zip(expected).filter(|(found, expected)| **found != *expected).count();
+        }
+        Ok(different)
     }
 
     /// The products row by row, as tile_tensor.metal makes them.
