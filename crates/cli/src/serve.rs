@@ -10,9 +10,9 @@ use clap::Args;
 use lily_backend::{Backend, Caps};
 use lily_engine::{Engine, EngineOptions, SessionOptions, StoreOptions, TextModel};
 use lily_model::Checkpoint;
-use lily_server::script::Script;
+use lily_server::script::{Script, ScriptBackend};
 use lily_server::service::{Service, ServiceSettings};
-use lily_server::{Origins, Settings, life};
+use lily_server::{Origins, Router, Settings, life};
 use tokio::net::TcpListener;
 
 use crate::args::ModelArgs;
@@ -117,7 +117,10 @@ fn load(args: &ServeArgs) -> anyhow::Result<(Arc<Checkpoint>, Box<dyn Backend>, 
         let text = TextModel::load(&checkpoint.source, &checkpoint.config)?;
         let script = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
         let script = Script::parse(&script).map_err(|e| Usage(format!("{}: {e}", file.display())))?;
-        return Ok((checkpoint, script.backend(&text)?, "script".into()));
+        let caps = ScriptBackend::caps(&text);
+        let backend =
+            ScriptBackend::new(script, Arc::new(text), caps).map_err(|e| Usage(format!("{}: {e}", file.display())))?;
+        return Ok((checkpoint, Box::new(backend), "script".into()));
     }
     let checkpoint = Arc::new(checkpoint::open(args.model.model.as_deref())?);
     let backend = devices::load(&args.model, Arc::clone(&checkpoint))?;
@@ -160,15 +163,26 @@ async fn listen(args: &ServeArgs, service: Arc<Service>, caps: &Caps, memory: Op
     let settings = Settings {
         api_key: args.api_key.clone(),
         body_limit_bytes: args.body_limit,
-        origins: Origins::parse(&args.cors).map_err(Usage)?,
+        origins: origins(&args.cors)?,
         ..Settings::default()
     };
-    let router = lily_server::router(Arc::clone(&service) as Arc<_>, settings);
+    let router = lily_server::router(Arc::clone(&service) as Arc<_>, settings, Router::new());
     let memory = memory.map_or(String::new(), |most| format!(", {} for conversations", bytes(most)));
     eprintln!("lily: {}, context {} tokens{memory}", caps.name, grouped(caps.max_context));
     eprintln!("lily: http://{address} is ready, OpenAI's API at /v1, Anthropic's at /; Ctrl-C stops it");
     life::serve(service, router, listener, Duration::from_secs(args.grace), told_to_stop()).await?;
     Ok(())
+}
+
+fn origins(listed: &[String]) -> anyhow::Result<Origins> {
+    if let Some(wrong) = listed.iter().find(|origin| *origin != "*" && !origin.contains("://")) {
+        return Err(Usage(format!("--cors {wrong}: expected an origin like https://example.org, or *")).into());
+    }
+    Ok(match listed {
+        [] => Origins::Local,
+        list if list.iter().any(|origin| origin == "*") => Origins::Any,
+        list => Origins::Listed(list.to_vec()),
+    })
 }
 
 /// Comes with Ctrl-C or the signal that service managers send. A second Ctrl-C ends at once.

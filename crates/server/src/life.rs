@@ -9,20 +9,10 @@ use axum::Router;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
+use crate::turns::Turns;
+
 /// How often it is looked whether all turns are over.
 const LOOK: Duration = Duration::from_millis(50);
-
-/// What a server can be told about its end.
-pub trait Service: Send + Sync + 'static {
-    /// Take no more turns; those that were accepted go on.
-    fn drain(&self);
-
-    /// Turns that were accepted and are not over.
-    fn turns_in_progress(&self) -> usize;
-
-    /// Cancel what is in progress, and end. Blocks until then.
-    fn stop(&self);
-}
 
 /// Serves until `stop` comes. Then no more turns and connections are taken, those that were accepted have `grace` to end, and what is
 /// left is cut.
@@ -30,14 +20,14 @@ pub trait Service: Send + Sync + 'static {
 /// # Errors
 /// If the listener fails.
 pub async fn serve(
-    service: Arc<dyn Service>,
+    turns: Arc<dyn Turns>,
     router: Router,
     listener: TcpListener,
     grace: Duration,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> io::Result<()> {
     let (stopping, stopped) = watch::channel(false);
-    let own = Arc::clone(&service);
+    let own = Arc::clone(&turns);
     let told = tokio::spawn(async move {
         stop.await;
         own.drain();
@@ -52,10 +42,10 @@ pub async fn serve(
     let cut = async {
         let _ = ending.wait_for(|stop| *stop).await;
         let deadline = tokio::time::Instant::now() + grace;
-        while service.turns_in_progress() > 0 && tokio::time::Instant::now() < deadline {
+        while turns.in_progress() > 0 && tokio::time::Instant::now() < deadline {
             tokio::time::sleep(LOOK).await;
         }
-        let left = service.turns_in_progress();
+        let left = turns.in_progress();
         if left > 0 {
             tracing::warn!(left, "turns are cut: they took longer than the grace time");
         }
@@ -67,7 +57,7 @@ pub async fn serve(
         () = cut => Ok(()),
     };
     told.abort();
-    let last = Arc::clone(&service);
+    let last = Arc::clone(&turns);
     tokio::task::spawn_blocking(move || last.stop()).await.map_err(io::Error::other)?;
     result
 }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use lily_engine::Sampling;
-use lily_model::chat::Chat;
+use lily_engine::{EngineError, Sampling, TextError};
+use lily_model::chat::{Chat, ChatError};
 use serde_json::Value;
 
 /// What a client asks for. What it does not say is the default of its field.
@@ -27,6 +27,32 @@ pub struct TurnRequest {
     pub max_thinking_tokens: Option<usize>,
     /// `Some(n)`: tokens with their log-probabilities and those of the `n` most likely.
     pub logprobs: Option<u32>,
+    /// What requests of one conversation have in common, if the client says: they share what is cached.
+    pub affinity: Option<String>,
+}
+
+impl TurnRequest {
+    /// Asks for an answer to `input`, everything else as it is by default.
+    pub fn new(input: Input) -> TurnRequest {
+        TurnRequest {
+            input,
+            tool_choice: ToolChoice::Auto,
+            parallel_tool_calls: true,
+            format: Format::Text,
+            sampling: Sampling::default(),
+            stop: Vec::new(),
+            max_tokens: None,
+            max_thinking_tokens: None,
+            logprobs: None,
+            affinity: None,
+        }
+    }
+
+    /// The same request, of this session unless it says another.
+    #[must_use]
+    pub fn of_session(self, session: Option<String>) -> TurnRequest {
+        TurnRequest { affinity: self.affinity.or(session), ..self }
+    }
 }
 
 /// What the model reads.
@@ -34,9 +60,9 @@ pub struct TurnRequest {
 pub enum Input {
     /// A conversation, rendered by the checkpoint's template.
     Chat(Chat),
-    /// A prompt as it stands; control tokens in it count.
+    /// A prompt as it stands; control tokens in it count. All of the answer is content, tags of thinking and calls included.
     Text(String),
-    /// Token ids.
+    /// Token ids; like [`Text`](Input::Text).
     Tokens(Vec<u32>),
 }
 
@@ -69,12 +95,14 @@ pub enum Format {
 /// What happens during a turn, in this order: [`Started`](TurnEvent::Started), progress, parts of the answer, the end.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TurnEvent {
-    /// The request was accepted and its prompt has so many tokens.
+    /// The request was accepted: it is right, its prompt fits, and it has its place in the queue. Until then an error is
+    /// the whole answer; after it, an answer has begun.
     Started {
         /// Tokens of the prompt.
         prompt_tokens: usize,
     },
-    /// More of the prompt is read. Comes at least once a chunk; an API may use it to show that work goes on.
+    /// More of the prompt is read. Comes at least once a chunk. APIs tell their clients by it that work goes on, so it may
+    /// come again later, where tokens give no text for long.
     Progress {
         /// Tokens read or found in the cache.
         done: usize,
@@ -105,6 +133,9 @@ pub enum TurnEvent {
     CallEnded {
         /// Which call.
         index: usize,
+        /// Whether the model closed it. A call that the end of the answer cut has arguments that are JSON and may lack
+        /// what was to come.
+        complete: bool,
     },
     /// A token of the answer, if [`TurnRequest::logprobs`] asks for it. Comes before the text that it completes.
     LogProb(TokenLogProb),
@@ -187,8 +218,17 @@ pub enum TurnError {
         message: String,
     },
     /// The prompt does not fit.
-    #[error("{0}")]
-    PromptTooLong(String),
+    // Clients that shorten a conversation by themselves look for these words.
+    #[error(
+        "prompt is too long: {prompt_tokens} tokens > {context_tokens} maximum, and the answer needs room, too; shorten \
+         the conversation or start the server with a longer context"
+    )]
+    PromptTooLong {
+        /// Length of the prompt.
+        prompt_tokens: usize,
+        /// Room for prompt and answer.
+        context_tokens: usize,
+    },
     /// Too many requests wait.
     #[error("too many requests wait for the model; try again in {} s", retry_after.as_secs())]
     Busy {
@@ -204,4 +244,50 @@ pub enum TurnError {
     /// The device or the server failed.
     #[error("{0}")]
     Failed(String),
+}
+
+impl TurnError {
+    /// A field that holds what it may not.
+    pub fn invalid(
+        field: impl Into<String>,
+        found: impl std::fmt::Display,
+        expected: impl std::fmt::Display,
+    ) -> TurnError {
+        let field = field.into();
+        TurnError::Invalid { message: format!("{field}: found {found}, expected {expected}"), field: Some(field) }
+    }
+}
+
+impl From<ChatError> for TurnError {
+    fn from(error: ChatError) -> TurnError {
+        let message = error.to_string();
+        let field = match error {
+            ChatError::Input { field, .. } => field,
+            _ => "messages".to_owned(),
+        };
+        TurnError::Invalid { field: Some(field), message }
+    }
+}
+
+impl From<TextError> for TurnError {
+    fn from(error: TextError) -> TurnError {
+        match error {
+            TextError::Chat(error) => error.into(),
+            error => TurnError::Invalid { field: None, message: error.to_string() },
+        }
+    }
+}
+
+impl From<EngineError> for TurnError {
+    fn from(error: EngineError) -> TurnError {
+        match error {
+            EngineError::BadRequest { field, .. } => {
+                TurnError::Invalid { field: Some(field.to_owned()), message: error.to_string() }
+            }
+            EngineError::PromptTooLong { prompt_tokens, context_tokens } => {
+                TurnError::PromptTooLong { prompt_tokens, context_tokens }
+            }
+            error => TurnError::Failed(error.to_string()),
+        }
+    }
 }
