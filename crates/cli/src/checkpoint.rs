@@ -35,6 +35,13 @@ pub fn open(directory: Option<&Path>) -> anyhow::Result<Checkpoint> {
     demo()
 }
 
+/// What to call it: the name of its directory.
+pub fn name(checkpoint: &Checkpoint) -> String {
+    let directory = if let Source::Directory(path) = &checkpoint.source { path.canonicalize().ok() } else { None };
+    let name = directory.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+    name.unwrap_or_else(|| "lily-demo".into())
+}
+
 /// The demo checkpoint inside the binary.
 pub fn demo() -> anyhow::Result<Checkpoint> {
     Ok(Checkpoint::load(Source::Embedded(DEMO))?)

@@ -13,6 +13,7 @@ mod output;
 mod pull;
 mod run;
 mod selftest;
+mod serve;
 mod talk;
 
 use std::process::ExitCode;
@@ -37,6 +38,8 @@ enum Command {
     Run(run::RunArgs),
     /// Talk with the model in the terminal.
     Chat(chat::ChatArgs),
+    /// Serve the APIs of OpenAI and Anthropic over HTTP.
+    Serve(Box<serve::ServeArgs>),
     /// Show a checkpoint: shape, tensors, bytes, which context fits; compare two backends.
     Inspect(inspect::InspectArgs),
     /// Measure prefill and decode speed, memory bandwidth and memory.
@@ -67,6 +70,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(args) => run::run(args),
         Command::Chat(args) => chat::chat(args),
+        Command::Serve(args) => serve::serve(&args),
         Command::Inspect(args) => inspect::inspect(args),
         Command::Bench(args) => bench::bench(&args),
         Command::Logits(args) => logits::logits(args),

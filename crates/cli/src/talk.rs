@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use indicatif::{ProgressBar, ProgressStyle};
 use lily_engine::{
     CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, Prompt, Reply, ReplyEvent, ReplyParser,
-    Sampling, Session, TextModel,
+    Sampling, TextModel,
 };
 use serde_json::{Value, json};
 
@@ -15,12 +15,11 @@ use crate::args::{ModelArgs, SamplingArgs};
 use crate::output::{Dimmed, bytes, grouped};
 use crate::{checkpoint, devices};
 
-/// A loaded model and one session of it.
+/// A loaded model, for one conversation.
 pub struct Talk {
     /// Tokenizer, template and defaults of the checkpoint.
     pub text: Arc<TextModel>,
     engine: Engine,
-    session: Session,
     cancel: CancelSlot,
 }
 
@@ -37,9 +36,8 @@ impl Talk {
     pub fn open(args: &ModelArgs) -> anyhow::Result<Talk> {
         let checkpoint = Arc::new(checkpoint::open(args.model.as_deref())?);
         let text = Arc::new(TextModel::load(&checkpoint.source, &checkpoint.config)?);
-        let mut engine = Engine::new(devices::load(args, checkpoint)?, Arc::clone(&text));
-        let session = engine.open(engine.caps().max_context)?;
-        Ok(Talk { text, engine, session, cancel: CancelSlot::install()? })
+        let engine = Engine::new(devices::load(args, checkpoint)?, Arc::clone(&text));
+        Ok(Talk { text, engine, cancel: CancelSlot::install()? })
     }
 
     /// Streams an answer: reasoning to stderr, dimmed on a terminal, content to stdout, calls of `tools` (a list, or
@@ -55,7 +53,7 @@ impl Talk {
         let mut printer = Printer::new(prompt.in_thinking, tools);
         let progress = prompt_progress();
         let mut finished = None;
-        for event in self.engine.generate(&mut self.session, prompt, request)? {
+        for event in self.engine.generate(prompt, request)? {
             match event? {
                 Event::PromptProgress { done, total } => {
                     progress.set_length(total as u64);

@@ -1,15 +1,13 @@
-//! One answer, pulled event by event.
+//! What happens while an answer is generated, and one answer pulled event by event.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use lily_backend::{Backend, LogProbs, SampledToken, SamplingParams, Want};
+use lily_backend::LogProbs;
 
-use crate::answer::Answer;
-use crate::engine::GenerateRequest;
+use crate::engine::Engine;
 use crate::error::Result;
-use crate::session::Session;
-use crate::text::{Prompt, TextModel};
+use crate::request::{CancelToken, RequestId};
 
 /// What happens while an answer is generated, in this order: progress through the prompt, tokens, the end.
 #[derive(Clone, Debug, PartialEq)]
@@ -61,7 +59,7 @@ pub struct Finished {
     pub reason: FinishReason,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Tokens of the prompt that the session held already.
+    /// Tokens of the prompt that an earlier request had fed already.
     pub cached_tokens: usize,
     /// Tokens that were sampled, the stop token and those of a stop string included.
     pub generated_tokens: usize,
@@ -90,169 +88,19 @@ fn rate(tokens: usize, time: Duration) -> f64 {
     if time.is_zero() { 0.0 } else { tokens as f64 / time.as_secs_f64() }
 }
 
-/// Steps in flight while decoding, where the backend overlaps them: the device runs one while the token of the one
-/// before is looked at. More would only waste more steps at the end.
-const STEPS_IN_FLIGHT: usize = 2;
-
-/// An answer in the making: an iterator over its events, which ends after [`Event::Finished`] or an error. After an
-/// error the session starts over with the next prompt. Dropped early, it is cancelled.
+/// The only answer in the making: an iterator over its events, which ends after [`Event::Finished`] or an error. Dropped early, it
+/// is cancelled. Made by [`Engine::generate`].
 pub struct Generation<'a> {
-    backend: &'a mut dyn Backend,
-    text: &'a TextModel,
-    session: &'a mut Session,
-    prompt: Prompt,
-    request: GenerateRequest,
-    params: SamplingParams,
-    answer: Answer,
-    /// Most tokens to sample.
-    limit: usize,
-    /// Tokens that steps were submitted for.
-    asked: usize,
-    /// Tokens that were seen.
-    seen: usize,
-    cached_tokens: usize,
-    started: Instant,
-    first_token: Option<Instant>,
-    events: VecDeque<Event>,
+    engine: &'a mut Engine,
+    id: RequestId,
+    cancel: CancelToken,
+    events: VecDeque<Result<Event>>,
     over: bool,
 }
 
 impl<'a> Generation<'a> {
-    pub(crate) fn start(
-        backend: &'a mut dyn Backend,
-        text: &'a TextModel,
-        session: &'a mut Session,
-        prompt: &Prompt,
-        mut request: GenerateRequest,
-        params: SamplingParams,
-    ) -> Result<Generation<'a>> {
-        let started = Instant::now();
-        let answer = Answer::new(&text.tokenizer, std::mem::take(&mut request.stop))?;
-        let cached_tokens = match session.rewind(backend, &prompt.ids) {
-            Ok(cached) => cached,
-            Err(error) => {
-                session.fail(backend);
-                return Err(error);
-            }
-        };
-        let room = session.capacity() - prompt.ids.len();
-        let progress = Event::PromptProgress { done: cached_tokens, total: prompt.ids.len() };
-        Ok(Generation {
-            limit: request.max_tokens.map_or(room, |most| most.min(room)),
-            prompt: prompt.clone(),
-            backend,
-            text,
-            session,
-            request,
-            params,
-            answer,
-            asked: 0,
-            seen: 0,
-            cached_tokens,
-            started,
-            first_token: None,
-            events: VecDeque::from([progress]),
-            over: false,
-        })
-    }
-
-    /// Seed of the draws.
-    pub fn seed(&self) -> u64 {
-        self.params.seed
-    }
-
-    /// Does what brings the next event.
-    fn advance(&mut self) -> Result<()> {
-        if self.request.cancel.is_cancelled() {
-            self.finish(FinishReason::Cancelled);
-            return Ok(());
-        }
-        if self.session.tokens().len() < self.prompt.ids.len() { self.prefill_chunk() } else { self.decode() }
-    }
-
-    /// Feeds the next chunk of the prompt. The last one also samples the first token and is not waited for.
-    fn prefill_chunk(&mut self) -> Result<()> {
-        let (start, total) = (self.session.tokens().len(), self.prompt.ids.len());
-        let branch = self.prompt.branches.iter().copied().find(|branch| *branch > start).unwrap_or(total);
-        let end = total.min(branch).min(start + self.backend.caps().max_chunk);
-        let is_last = end == total;
-        let want = if is_last { Want::Token(self.params.clone()) } else { Want::Nothing };
-        self.session.feed(self.backend, &self.prompt.ids[start..end], want)?;
-        if is_last {
-            self.asked = 1;
-            return Ok(());
-        }
-        self.session.wait(self.backend)?;
-        if end == branch {
-            self.session.keep_snapshot(self.backend);
-        }
-        self.events.push_back(Event::PromptProgress { done: end, total });
-        Ok(())
-    }
-
-    /// Keeps the device busy and takes the oldest step's token.
-    fn decode(&mut self) -> Result<()> {
-        let caps = self.backend.caps();
-        let most = if caps.overlaps { caps.steps_in_flight.min(STEPS_IN_FLIGHT) } else { 1 };
-        while self.asked < self.limit && self.session.in_flight() < most {
-            self.session.feed_sample(self.backend, Want::Token(self.params.clone()))?;
-            self.asked += 1;
-        }
-        match self.session.wait(self.backend)? {
-            Some(token) => {
-                self.take(token);
-                Ok(())
-            }
-            None => {
-                Err(lily_backend::Error::BadStep("the backend gave no token for a step that asked for one".into())
-                    .into())
-            }
-        }
-    }
-
-    fn take(&mut self, token: SampledToken) {
-        if self.first_token.is_none() {
-            self.first_token = Some(Instant::now());
-            let total = self.prompt.ids.len();
-            self.events.push_back(Event::PromptProgress { done: total, total });
-        }
-        self.seen += 1;
-        let id = token.id;
-        if self.text.stop_tokens.contains(&id) && !self.request.ignore_stop_tokens {
-            return self.finish(FinishReason::StopToken(id));
-        }
-        let stop = self.answer.push(token);
-        self.give_tokens();
-        if let Some(stop) = stop {
-            self.finish(FinishReason::StopString(stop));
-        } else if self.seen == self.limit {
-            let by_request = self.request.max_tokens.is_some_and(|most| most == self.limit);
-            self.finish(if by_request { FinishReason::Length } else { FinishReason::ContextFull });
-        }
-    }
-
-    fn give_tokens(&mut self) {
-        while let Some(token) = self.answer.pop() {
-            self.events.push_back(Event::Token(token));
-        }
-    }
-
-    fn finish(&mut self, reason: FinishReason) {
-        self.over = true;
-        let end = Instant::now();
-        // After a stop string the answer is cut already; else its last bytes may complete one.
-        let stop = if let FinishReason::StopString(_) = reason { None } else { self.answer.finish() };
-        self.give_tokens();
-        let first_token = self.first_token.unwrap_or(end);
-        self.events.push_back(Event::Finished(Finished {
-            reason: stop.map_or(reason, FinishReason::StopString),
-            prompt_tokens: self.prompt.ids.len(),
-            cached_tokens: self.cached_tokens,
-            generated_tokens: self.seen,
-            prefill: first_token - self.started,
-            decode: end - first_token,
-            seed: self.params.seed,
-        }));
+    pub(crate) fn new(engine: &'a mut Engine, id: RequestId, cancel: CancelToken) -> Generation<'a> {
+        Generation { engine, id, cancel, events: VecDeque::new(), over: false }
     }
 }
 
@@ -262,16 +110,14 @@ impl Iterator for Generation<'_> {
     fn next(&mut self) -> Option<Result<Event>> {
         loop {
             if let Some(event) = self.events.pop_front() {
-                return Some(Ok(event));
+                self.over = matches!(event, Err(_) | Ok(Event::Finished(_)));
+                return Some(event);
             }
             if self.over {
                 return None;
             }
-            if let Err(error) = self.advance() {
-                self.over = true;
-                self.session.fail(self.backend);
-                return Some(Err(error));
-            }
+            let own = |(id, event)| (id == self.id).then_some(event);
+            self.events.extend(self.engine.step().into_iter().filter_map(own));
         }
     }
 }
@@ -279,6 +125,9 @@ impl Iterator for Generation<'_> {
 impl Drop for Generation<'_> {
     /// Waits for the steps in flight: after the events are out, so that no end waits for a step that is discarded.
     fn drop(&mut self) {
-        self.session.drain(self.backend);
+        self.cancel.cancel();
+        while !self.engine.is_idle() {
+            self.engine.step();
+        }
     }
 }

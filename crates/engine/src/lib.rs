@@ -13,12 +13,11 @@
 //! let checkpoint = Checkpoint::open("Qwen3.6-35B-A3B-4bit")?;
 //! let text = Arc::new(TextModel::load(&checkpoint.source, &checkpoint.config)?);
 //! let mut engine = Engine::new(backend(&checkpoint), text.clone());
-//! let mut session = engine.open(8192)?;
 //!
 //! let messages = serde_json::json!([{"role": "user", "content": "What is a lily?"}]);
 //! let chat = Chat { messages, add_generation_prompt: true, ..Chat::default() };
 //! let prompt = text.prompt(&text.template.render_chat(&chat)?)?;
-//! for event in engine.generate(&mut session, &prompt, GenerateRequest::default())? {
+//! for event in engine.generate(&prompt, GenerateRequest::default())? {
 //!     match event? {
 //!         Event::PromptProgress { done, total } => eprintln!("{done} of {total} prompt tokens"),
 //!         Event::Token(token) => print!("{}", token.text),
@@ -29,9 +28,11 @@
 //! # }
 //! ```
 //!
-//! A [`Session`] remembers the tokens it was fed. A prompt that continues them costs only the rest; one that leaves them
-//! goes back to a snapshot before the place where it does, else to the start. So a chat renders every turn whole and
-//! hands it in.
+//! What was fed for one prompt stays in a session of the prefix cache. A prompt that continues it costs only the rest; one that leaves
+//! it goes back to a snapshot before the place where it does, in a copy if much would be lost. So a chat renders every turn
+//! whole and hands it in. Sessions that find no place in memory go to the disk, if there is a folder for them.
+//!
+//! A server has many requests at a time: [`Engine::submit`] takes them, and each [`Engine::step`] advances all of them.
 //!
 //! What to draw where: [`Prompt::in_thinking`] starts a [`ReplyParser`], which tells reasoning, content and tool calls
 //! apart in the text of the tokens. A [`CancelToken`] stops a generation from another thread within one step; it then finishes with
@@ -40,26 +41,37 @@
 #![warn(missing_docs)]
 
 mod answer;
+mod constraint;
 mod engine;
 mod error;
 mod generation;
+mod grammar;
+mod job;
+mod prefix_cache;
 mod reply;
+mod request;
 mod sampler;
 mod session;
+mod sessions;
 mod stop;
+mod store;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
 mod tests;
 mod text;
 
-pub use engine::{CancelToken, Engine, GenerateRequest, MAX_LOGPROBS};
+pub use constraint::Constraint;
+pub use engine::{Engine, EngineOptions, EngineStatus};
 pub use error::{EngineError, Result};
 pub use generation::{Event, FinishReason, Finished, Generation, Token};
+pub use grammar::{Grammar, Grammars};
 pub use lily_backend::{Caps, LogProbs, MemoryReport};
 pub use lily_model::tokenizer::{Detokenizer, Tokenizer};
 pub use reply::{Reply, ReplyEnd, ReplyEvent, ReplyParser, ToolCall};
+pub use request::{CancelToken, GenerateRequest, MAX_LOGPROBS, RequestId};
 pub use sampler::Sampling;
-pub use session::Session;
+pub use sessions::{CacheCounts, SessionOptions};
 pub use stop::{Passed, StopStrings};
+pub use store::StoreOptions;
 pub use text::{Prompt, TextError, TextModel};

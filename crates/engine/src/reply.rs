@@ -54,6 +54,7 @@ use std::ops::ControlFlow::{self, Break, Continue};
 
 use serde_json::Value;
 
+pub(crate) use arguments::value_is_text;
 use arguments::{Tools, Writer};
 use tags::{Ahead, Miss, Next, first};
 

@@ -1,185 +1,244 @@
 //! One conversation on the device: its state, the tokens it was fed, and snapshots to go back to.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use lily_backend::{Backend, Input, Output, Row, RowOutput, SampledToken, SnapshotId, StateId, Step, Ticket, Want};
+use lily_backend::{Backend, Caps, Input, SnapshotId, StateId};
 
 use crate::error::Result;
 
-/// Snapshots that a session keeps, the latest ones. Each takes [`Caps::bytes_per_state`](lily_backend::Caps) (61 MiB on
-/// Qwen3.6-35B-A3B); two turns with two each are enough to edit or retry the last question.
-const MAX_SNAPSHOTS: usize = 4;
+/// Snapshots that a session keeps. Each takes [`Caps::bytes_per_state`] (61 MiB on Qwen3.6-35B-A3B); six are the end of the system
+/// message, the last question, the last two answers and two on the way through a long prompt.
+const MAX_SNAPSHOTS: usize = 6;
 
-/// A state on the device and what is in it. Made by [`Engine::open`](crate::Engine::open), given back with
-/// [`Engine::close`](crate::Engine::close).
-#[derive(Debug)]
-pub struct Session {
+/// A state on the device and what is in it.
+pub(crate) struct Session {
     state: StateId,
     capacity: usize,
     /// The tokens that were fed. Steps in flight count as far as their tokens are known.
     fed: Vec<u32>,
-    in_flight: VecDeque<Flight>,
-    /// The token that the last step sampled, if it was waited for.
+    /// Tokens that were fed, those of all steps in flight included.
+    position: usize,
+    /// For each step in flight, whether the step after it fed the token that it samples.
+    flights: VecDeque<bool>,
+    /// The token that the last step sampled, if it landed.
     sampled: Option<u32>,
     /// By ascending position, each at a beginning of `fed`.
-    snapshots: Vec<(usize, SnapshotId)>,
-    /// A failed step left the state undefined, and resetting it failed, too.
-    lost: bool,
+    snapshots: Vec<Snapshot>,
 }
 
-/// A step that was not waited for.
-#[derive(Debug)]
-struct Flight {
-    ticket: Ticket,
-    /// The step after it fed the token that it samples.
-    fed_on: bool,
+/// A snapshot that sessions of the same past may share.
+#[derive(Clone)]
+struct Snapshot {
+    position: usize,
+    id: SnapshotId,
+    holders: Arc<()>,
 }
 
 impl Session {
-    pub(crate) fn new(state: StateId, capacity: usize) -> Session {
-        Session {
+    /// An empty session with room for `capacity` tokens.
+    pub(crate) fn new(backend: &mut dyn Backend, capacity: usize) -> Result<Session> {
+        let state = backend.new_state(capacity)?;
+        Ok(Session {
             state,
             capacity,
             fed: Vec::new(),
-            in_flight: VecDeque::new(),
+            position: 0,
+            flights: VecDeque::new(),
             sampled: None,
             snapshots: Vec::new(),
-            lost: false,
-        }
+        })
+    }
+
+    /// A session whose state was imported with these tokens. It keeps a snapshot there: nothing before can be gone back to.
+    pub(crate) fn imported(mut self, backend: &mut dyn Backend, tokens: &[u32]) -> Session {
+        self.fed = tokens.to_vec();
+        self.position = tokens.len();
+        self.keep_snapshot(backend);
+        self
     }
 
     /// The tokens in the state: prompt and answer so far. The last token of an answer may be missing: it was sampled
     /// and not fed. A stop token may be there: it was fed before it was seen.
-    pub fn tokens(&self) -> &[u32] {
+    pub(crate) fn tokens(&self) -> &[u32] {
         &self.fed
-    }
-
-    /// Tokens that prompt and answer may have together.
-    pub fn capacity(&self) -> usize {
-        self.capacity
     }
 
     pub(crate) fn state(&self) -> StateId {
         self.state
     }
 
-    pub(crate) fn in_flight(&self) -> usize {
-        self.in_flight.len()
+    pub(crate) fn capacity(&self) -> usize {
+        self.capacity
     }
 
-    /// Makes the state one of a beginning of `prompt`, the longest that it can and shorter than all of it, and gives
-    /// its length. No step may be in flight.
-    pub(crate) fn rewind(&mut self, backend: &mut dyn Backend, prompt: &[u32]) -> Result<usize> {
-        if self.lost {
-            backend.reset_state(self.state)?;
-            self.lost = false;
-        }
-        self.sampled = None;
+    /// Tokens fed, those of steps in flight included.
+    pub(crate) fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Steps that were accepted and have not landed.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.flights.len()
+    }
+
+    /// Device memory of a session of this capacity, without snapshots.
+    pub(crate) fn bytes_of(caps: &Caps, capacity: usize) -> usize {
+        caps.bytes_per_state + capacity * caps.bytes_per_token
+    }
+
+    /// Device memory of this one with its snapshots; a shared one counts for each that holds it.
+    pub(crate) fn bytes(&self, caps: &Caps) -> usize {
+        Session::bytes_of(caps, self.capacity) + self.snapshots.len() * caps.bytes_per_state
+    }
+
+    /// The longest beginning of `prompt`, shorter than all of it, whose state this session can give.
+    pub(crate) fn reusable(&self, prompt: &[u32]) -> usize {
         // At least one token must be fed to get logits.
         let most = prompt.len().saturating_sub(1);
-        let common = self.fed.iter().zip(&prompt[..most]).take_while(|(a, b)| a == b).count();
+        let common = common_length(&self.fed, &prompt[..most]);
         if self.fed.len() <= common {
-            return Ok(self.fed.len());
+            return self.fed.len();
         }
-        while let Some(&(position, snapshot)) = self.snapshots.last() {
-            if position <= common {
-                match backend.restore(self.state, snapshot) {
-                    Ok(()) => {
-                        self.fed.truncate(position);
-                        return Ok(position);
-                    }
-                    Err(error) => tracing::warn!(%error, position, "a snapshot could not be restored"),
+        self.snapshots.iter().map(|snapshot| snapshot.position).rfind(|position| *position <= common).unwrap_or(0)
+    }
+
+    /// Where the last snapshot lies.
+    pub(crate) fn last_snapshot(&self) -> Option<usize> {
+        self.snapshots.last().map(|snapshot| snapshot.position)
+    }
+
+    /// Goes back to a position that [`Session::reusable`] gave. No step may be in flight.
+    pub(crate) fn rewind(&mut self, backend: &mut dyn Backend, position: usize) -> Result<()> {
+        self.sampled = None;
+        if position == self.fed.len() {
+            return Ok(());
+        }
+        while self.snapshots.last().is_some_and(|snapshot| snapshot.position > position) {
+            self.drop_snapshot(backend, self.snapshots.len() - 1);
+        }
+        match self.snapshots.last() {
+            Some(snapshot) if snapshot.position == position => backend.restore(self.state, snapshot.id)?,
+            _ => backend.reset_state(self.state)?,
+        }
+        self.fed.truncate(position);
+        self.position = position;
+        Ok(())
+    }
+
+    /// A session of its own with the beginning of this one, up to a position that [`Session::reusable`] gave. No step may be
+    /// in flight.
+    pub(crate) fn fork(&self, backend: &mut dyn Backend, capacity: usize, position: usize) -> Result<Session> {
+        // The copy has all of this one before it goes back.
+        let mut copy = Session::new(backend, capacity.max(self.fed.len()))?;
+        if let Err(error) = backend.fork(self.state, copy.state) {
+            copy.free(backend);
+            return Err(error.into());
+        }
+        copy.fed = self.fed.clone();
+        copy.position = self.position;
+        copy.snapshots = self.snapshots.clone();
+        match copy.rewind(backend, position) {
+            Ok(()) => Ok(copy),
+            Err(error) => {
+                copy.free(backend);
+                Err(error)
+            }
+        }
+    }
+
+    /// Moves to a state with more room. No step may be in flight; the token that the last step sampled can be fed by its id.
+    pub(crate) fn grow(&mut self, backend: &mut dyn Backend, capacity: usize) -> Result<()> {
+        let state = backend.new_state(capacity)?;
+        if let Err(error) = backend.fork(self.state, state) {
+            free_state(backend, state);
+            return Err(error.into());
+        }
+        free_state(backend, self.state);
+        (self.state, self.capacity) = (state, capacity);
+        Ok(())
+    }
+
+    /// Notes that a step with this input was accepted.
+    pub(crate) fn accepted(&mut self, input: &Input) {
+        match input {
+            Input::Tokens(tokens) => {
+                self.fed.extend_from_slice(tokens);
+                self.position += tokens.len();
+                self.sampled = None;
+            }
+            Input::PreviousSample => {
+                self.position += 1;
+                match self.flights.back_mut() {
+                    Some(fed_on) => *fed_on = true,
+                    None => self.fed.extend(self.sampled.take()),
                 }
             }
-            self.snapshots.pop();
-            self.free(backend, snapshot);
         }
-        backend.reset_state(self.state)?;
-        self.fed.clear();
-        Ok(0)
+        self.flights.push_back(false);
     }
 
-    /// Submits a step that feeds `tokens`. No sampled token may be waiting in a step before it.
-    pub(crate) fn feed(&mut self, backend: &mut dyn Backend, tokens: &[u32], want: Want) -> Result<()> {
-        self.submit(backend, Input::Tokens(tokens.to_vec()), want)?;
-        self.fed.extend_from_slice(tokens);
-        Ok(())
-    }
-
-    /// Submits a step that feeds the token that the last step samples or has sampled.
-    pub(crate) fn feed_sample(&mut self, backend: &mut dyn Backend, want: Want) -> Result<()> {
-        self.submit(backend, Input::PreviousSample, want)?;
-        let flights = self.in_flight.len();
-        match flights.checked_sub(2) {
-            Some(before) => self.in_flight[before].fed_on = true,
-            None => self.fed.extend(self.sampled.take()),
-        }
-        Ok(())
-    }
-
-    fn submit(&mut self, backend: &mut dyn Backend, input: Input, want: Want) -> Result<()> {
-        let row = Row { state: self.state, input, want };
-        let ticket = backend.submit(Step { rows: vec![row], trace: false })?;
-        self.in_flight.push_back(Flight { ticket, fed_on: false });
-        Ok(())
-    }
-
-    /// Waits for the oldest step in flight; gives the token that it sampled, if it did.
-    pub(crate) fn wait(&mut self, backend: &mut dyn Backend) -> Result<Option<SampledToken>> {
-        let Some(flight) = self.in_flight.pop_front() else { return Ok(None) };
-        let Output { mut rows, .. } = backend.wait(flight.ticket)?;
-        let Some(RowOutput::Token(token)) = rows.pop() else { return Ok(None) };
-        if flight.fed_on {
-            self.fed.push(token.id);
-        } else {
-            self.sampled = Some(token.id);
-        }
-        Ok(Some(token))
-    }
-
-    /// Waits for all steps in flight; their samples are dropped, what they fed stays.
-    pub(crate) fn drain(&mut self, backend: &mut dyn Backend) {
-        while !self.in_flight.is_empty() {
-            if let Err(error) = self.wait(backend) {
-                tracing::warn!(%error, "a discarded step failed; the session starts over");
-                self.fail(backend);
-            }
+    /// Notes that the oldest step in flight landed, with the token that it sampled.
+    pub(crate) fn landed(&mut self, sampled: Option<u32>) {
+        let fed_on = self.flights.pop_front().unwrap_or(false);
+        match sampled {
+            Some(id) if fed_on => self.fed.push(id),
+            sampled => self.sampled = sampled,
         }
     }
 
-    /// Keeps a snapshot of the current position. Failing to is no harm but to the time of later prompts.
+    /// The token to feed next, if the last step sampled one and landed.
+    pub(crate) fn sampled(&self) -> Option<u32> {
+        self.sampled
+    }
+
+    /// Keeps a snapshot of the current position. Failing to is no harm but to the time of later prompts. No step may be in flight.
     pub(crate) fn keep_snapshot(&mut self, backend: &mut dyn Backend) {
+        if self.last_snapshot() == Some(self.position) {
+            return;
+        }
         if self.snapshots.len() == MAX_SNAPSHOTS {
-            let (_, oldest) = self.snapshots.remove(0);
-            self.free(backend, oldest);
+            self.drop_snapshot(backend, self.most_crowded());
         }
         match backend.snapshot(self.state) {
-            Ok(snapshot) => self.snapshots.push((self.fed.len(), snapshot)),
+            Ok(id) => self.snapshots.push(Snapshot { position: self.position, id, holders: Arc::default() }),
             Err(error) => tracing::warn!(%error, "no snapshot kept"),
         }
     }
 
-    /// After an error: back to an empty state, so that the next prompt works if the device does.
-    pub(crate) fn fail(&mut self, backend: &mut dyn Backend) {
-        while let Some(flight) = self.in_flight.pop_front() {
-            // What else goes wrong follows from the error that is being reported.
-            let _ = backend.wait(flight.ticket);
-        }
-        self.free_snapshots(backend);
-        self.fed.clear();
-        self.sampled = None;
-        self.lost = backend.reset_state(self.state).is_err();
+    /// The snapshot without which the least has to be computed again: the one whose neighbours are closest to each other. The start of
+    /// the session counts as a neighbour, and the last snapshot always stays.
+    fn most_crowded(&self) -> usize {
+        let position = |index: usize| self.snapshots[index].position;
+        let gap = |index: usize| position(index + 1) - if index == 0 { 0 } else { position(index - 1) };
+        (0..self.snapshots.len() - 1).min_by_key(|index| gap(*index)).unwrap_or(0)
     }
 
-    pub(crate) fn free_snapshots(&mut self, backend: &mut dyn Backend) {
-        for (_, snapshot) in std::mem::take(&mut self.snapshots) {
-            self.free(backend, snapshot);
+    /// Frees what it holds on the device. No step may be in flight.
+    pub(crate) fn free(mut self, backend: &mut dyn Backend) {
+        while !self.snapshots.is_empty() {
+            self.drop_snapshot(backend, self.snapshots.len() - 1);
         }
+        free_state(backend, self.state);
     }
 
-    fn free(&self, backend: &mut dyn Backend, snapshot: SnapshotId) {
-        if let Err(error) = backend.free_snapshot(snapshot) {
+    fn drop_snapshot(&mut self, backend: &mut dyn Backend, index: usize) {
+        let snapshot = self.snapshots.remove(index);
+        if Arc::into_inner(snapshot.holders).is_some()
+            && let Err(error) = backend.free_snapshot(snapshot.id)
+        {
             tracing::warn!(%error, "a snapshot could not be freed");
         }
     }
+}
+
+fn free_state(backend: &mut dyn Backend, state: StateId) {
+    if let Err(error) = backend.free_state(state) {
+        tracing::warn!(%error, "a state could not be freed");
+    }
+}
+
+/// How many tokens two sequences have in common at their beginning.
+pub(crate) fn common_length(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

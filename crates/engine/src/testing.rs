@@ -5,8 +5,8 @@ use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
 
 use lily_backend::{
-    Backend, Caps, Error, Input, LogProbs, MemoryReport, Output, Result, RowOutput, SampledToken, SnapshotId, StateId,
-    Step, Ticket, Want,
+    Backend, Caps, Error, Input, LogProbs, MemoryReport, Output, Result, Row, RowOutput, SampledToken, SnapshotId,
+    StateId, Step, Ticket, Want,
 };
 use lily_model::chat::ChatTemplate;
 use lily_model::tokenizer::{SPLIT_PATTERN, Tokenizer};
@@ -88,6 +88,7 @@ pub(crate) enum Call {
     Wait,
     Snapshot(usize),
     Restore(usize),
+    Fork(usize),
     Reset,
 }
 
@@ -99,6 +100,8 @@ struct State {
     prompt: usize,
     sampled: Option<u32>,
     lost: bool,
+    /// The constraint of the step in flight, and what it would sample without.
+    awaits_mask: Option<Ticket>,
 }
 
 pub(crate) struct Scripted {
@@ -106,10 +109,12 @@ pub(crate) struct Scripted {
     script: Script,
     states: HashMap<StateId, State>,
     snapshots: HashMap<SnapshotId, Vec<u32>>,
-    in_flight: VecDeque<(Ticket, StateId, RowOutput)>,
+    in_flight: VecDeque<(Ticket, Vec<(StateId, RowOutput)>)>,
     made: u32,
     /// Fail the wait for this ticket.
     fail_at: Option<u64>,
+    /// Most bytes of all states; a token takes one.
+    memory: usize,
     pub(crate) calls: Arc<Mutex<Vec<Call>>>,
     /// What the last step asked for.
     pub(crate) wants: Arc<Mutex<Vec<Want>>>,
@@ -136,6 +141,7 @@ impl Scripted {
             in_flight: VecDeque::new(),
             made: 0,
             fail_at: None,
+            memory: usize::MAX,
             calls: Arc::default(),
             wants: Arc::default(),
         }
@@ -144,6 +150,24 @@ impl Scripted {
     /// Does the work in `submit`.
     pub(crate) fn without_overlap(mut self) -> Scripted {
         self.caps.overlaps = false;
+        self
+    }
+
+    /// Takes steps of so many rows.
+    pub(crate) fn with_rows(mut self, max_rows: usize) -> Scripted {
+        self.caps.max_rows = max_rows;
+        self
+    }
+
+    pub(crate) fn with_context(mut self, max_context: usize) -> Scripted {
+        self.caps.max_context = max_context;
+        self
+    }
+
+    /// Has memory for states of so many tokens together.
+    pub(crate) fn with_memory(mut self, tokens: usize) -> Scripted {
+        self.memory = tokens;
+        self.caps.bytes_per_token = 1;
         self
     }
 
@@ -156,9 +180,47 @@ impl Scripted {
         self.calls.lock().unwrap().push(call);
     }
 
+    fn is_in_flight(&self, state: StateId) -> bool {
+        self.in_flight.iter().flat_map(|(_, rows)| rows).any(|(other, _)| *other == state)
+    }
+
     fn new_id(&mut self) -> u32 {
         self.made += 1;
         self.made
+    }
+
+    fn row(&mut self, ticket: Ticket, row: Row) -> (StateId, RowOutput) {
+        self.call(match &row.input {
+            Input::Tokens(tokens) => Call::Feed(tokens.clone()),
+            Input::PreviousSample => Call::FeedSample,
+        });
+        self.wants.lock().unwrap().push(row.want.clone());
+        let mut state = self.states.remove(&row.state).expect("each state once");
+        assert!(!state.lost, "a lost state was used");
+        assert_eq!(state.awaits_mask, None, "a state was used that waits for a mask");
+        match &row.input {
+            Input::Tokens(tokens) => {
+                assert!((1..=self.caps.max_chunk).contains(&tokens.len()), "chunk of {}", tokens.len());
+                state.fed.extend(tokens);
+                state.prompt = state.fed.len();
+                state.sampled = None;
+            }
+            Input::PreviousSample => state.fed.push(state.sampled.take().expect("a sample before PreviousSample")),
+        }
+        assert!(state.fed.len() <= state.capacity, "context overrun");
+        let output = match &row.want {
+            Want::Token(params) => {
+                let id = self.sample(&state);
+                state.sampled = Some(id);
+                state.awaits_mask = params.masked.then_some(ticket);
+                let logprobs =
+                    params.logprobs.map(|n| LogProbs { chosen: -(id as f32), top: vec![(id, 0.0); n as usize] });
+                RowOutput::Token(SampledToken { id, logprobs })
+            }
+            _ => RowOutput::Nothing,
+        };
+        self.states.insert(row.state, state);
+        (row.state, output)
     }
 
     fn sample(&self, state: &State) -> u32 {
@@ -179,6 +241,10 @@ impl Backend for Scripted {
     }
 
     fn new_state(&mut self, capacity: usize) -> Result<StateId> {
+        let used: usize = self.states.values().map(|state| state.capacity).sum();
+        if used.saturating_add(capacity) > self.memory {
+            return Err(Error::OutOfMemory { what: "a state".into(), needed: capacity, available: self.memory - used });
+        }
         let id = StateId(self.new_id());
         self.states.insert(id, State { capacity, ..State::default() });
         Ok(id)
@@ -190,7 +256,7 @@ impl Backend for Scripted {
     }
 
     fn reset_state(&mut self, state: StateId) -> Result<()> {
-        assert!(self.in_flight.iter().all(|(_, other, _)| *other != state), "reset with steps in flight");
+        assert!(!self.is_in_flight(state), "reset with steps in flight");
         self.call(Call::Reset);
         let state = self.states.get_mut(&state).unwrap();
         *state = State { capacity: state.capacity, ..State::default() };
@@ -225,67 +291,68 @@ impl Backend for Scripted {
         Ok(())
     }
 
-    fn fork(&mut self, _: StateId, _: StateId) -> Result<()> {
-        unreachable!()
+    fn fork(&mut self, from: StateId, to: StateId) -> Result<()> {
+        assert!(!self.is_in_flight(from) && !self.is_in_flight(to), "fork with steps in flight");
+        let State { fed, prompt, .. } = &self.states[&from];
+        let (fed, prompt) = (fed.clone(), *prompt);
+        self.call(Call::Fork(fed.len()));
+        let to = self.states.get_mut(&to).unwrap();
+        assert!(fed.len() <= to.capacity);
+        *to = State { capacity: to.capacity, prompt, fed, ..State::default() };
+        Ok(())
     }
 
-    fn export(&mut self, _: StateId, _: &mut dyn Write) -> Result<()> {
-        unreachable!()
+    fn export(&mut self, state: StateId, to: &mut dyn Write) -> Result<()> {
+        let bytes: Vec<u8> = self.states[&state].fed.iter().flat_map(|id| id.to_le_bytes()).collect();
+        to.write_all(&bytes)?;
+        Ok(to.write_all(b"end")?)
     }
 
-    fn import(&mut self, _: StateId, _: &mut dyn Read) -> Result<()> {
-        unreachable!()
+    fn import(&mut self, state: StateId, from: &mut dyn Read) -> Result<()> {
+        let mut bytes = Vec::new();
+        from.read_to_end(&mut bytes)?;
+        let Some(bytes) = bytes.strip_suffix(b"end") else { return Err(Error::BadExport("it ends too early".into())) };
+        let fed: Vec<u32> = bytes.as_chunks().0.iter().map(|id| u32::from_le_bytes(*id)).collect();
+        let state = self.states.get_mut(&state).unwrap();
+        *state = State { capacity: state.capacity, prompt: fed.len(), fed, ..State::default() };
+        Ok(())
     }
 
     fn submit(&mut self, step: Step) -> Result<Ticket> {
         assert!(self.in_flight.len() < self.caps.steps_in_flight, "too many steps in flight");
-        let [row] = &step.rows[..] else { panic!("one row") };
-        self.call(match &row.input {
-            Input::Tokens(tokens) => Call::Feed(tokens.clone()),
-            Input::PreviousSample => Call::FeedSample,
-        });
-        self.wants.lock().unwrap().push(row.want.clone());
-        let mut state = self.states.remove(&row.state).unwrap();
-        assert!(!state.lost, "a lost state was used");
-        match &row.input {
-            Input::Tokens(tokens) => {
-                assert!((1..=self.caps.max_chunk).contains(&tokens.len()), "chunk of {}", tokens.len());
-                state.fed.extend(tokens);
-                state.prompt = state.fed.len();
-                state.sampled = None;
-            }
-            Input::PreviousSample => state.fed.push(state.sampled.take().expect("a sample before PreviousSample")),
-        }
-        assert!(state.fed.len() <= state.capacity, "context overrun");
-        let output = match &row.want {
-            Want::Token(params) => {
-                let id = self.sample(&state);
-                state.sampled = Some(id);
-                let logprobs =
-                    params.logprobs.map(|n| LogProbs { chosen: -(id as f32), top: vec![(id, 0.0); n as usize] });
-                RowOutput::Token(SampledToken { id, logprobs })
-            }
-            _ => RowOutput::Nothing,
-        };
-        self.states.insert(row.state, state);
+        assert!((1..=self.caps.max_rows).contains(&step.rows.len()), "{} rows", step.rows.len());
         let ticket = Ticket(u64::from(self.new_id()));
-        self.in_flight.push_back((ticket, row.state, output));
+        let rows = step.rows.into_iter().map(|row| self.row(ticket, row)).collect();
+        self.in_flight.push_back((ticket, rows));
         Ok(ticket)
     }
 
-    fn set_mask(&mut self, _: Ticket, _: usize, _: &[u32]) -> Result<()> {
-        unreachable!()
+    fn set_mask(&mut self, ticket: Ticket, row: usize, mask: &[u32]) -> Result<()> {
+        let (_, rows) = self.in_flight.iter_mut().find(|(other, _)| *other == ticket).unwrap();
+        let (id, output) = &mut rows[row];
+        let state = self.states.get_mut(id).unwrap();
+        assert_eq!(state.awaits_mask.take(), Some(ticket), "a mask that no row waits for");
+        let allowed = |id: &u32| mask.get(*id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1);
+        let RowOutput::Token(token) = output else { panic!("a mask without a sample") };
+        if !allowed(&token.id) {
+            token.id = (0..VOCAB as u32).find(allowed).expect("a mask that allows something");
+            state.sampled = Some(token.id);
+        }
+        Ok(())
     }
 
     fn wait(&mut self, ticket: Ticket) -> Result<Output> {
         self.call(Call::Wait);
-        let (oldest, state, row) = self.in_flight.pop_front().unwrap();
+        let (oldest, rows) = self.in_flight.pop_front().unwrap();
         assert_eq!(oldest, ticket, "waited out of order");
+        assert!(self.states.values().all(|state| state.awaits_mask != Some(ticket)), "waited without a mask");
         if self.fail_at == Some(ticket.0) {
-            self.states.get_mut(&state).unwrap().lost = true;
+            for (state, _) in rows {
+                self.states.get_mut(&state).unwrap().lost = true;
+            }
             return Err(Error::Device("unplugged".into()));
         }
-        Ok(Output { rows: vec![row], trace: Vec::new() })
+        Ok(Output { rows: rows.into_iter().map(|(_, row)| row).collect(), trace: Vec::new() })
     }
 
     fn memory(&self) -> MemoryReport {

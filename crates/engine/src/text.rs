@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use lily_model::chat::{ChatError, ChatTemplate, Rendered};
-use lily_model::tokenizer::{Tokenizer, TokenizerError};
+use lily_model::tokenizer::{PromptIds, Tokenizer, TokenizerError};
 use lily_model::{Config, ModelError, Source};
 use serde_json::{Map, Value};
 
@@ -55,10 +55,6 @@ impl From<Vec<u32>> for Prompt {
     }
 }
 
-/// Assistant turns at the end of a prompt that get a snapshot: the answer to come, for the next turn and for another
-/// try, and the one before, for a question asked differently. More would cut long histories into small chunks.
-const BRANCHES: usize = 2;
-
 /// Tokens that end an answer of this family even if a converter lost them from the configuration.
 const STOP_TOKENS: [&str; 2] = ["<|im_end|>", "<|endoftext|>"];
 
@@ -93,13 +89,24 @@ impl TextModel {
     /// [`TextError::Tokenizer`] if the text cannot be encoded.
     pub fn prompt(&self, rendered: &Rendered) -> Result<Prompt, TextError> {
         let encoded = self.tokenizer.encode_rendered(rendered)?;
-        let starts = &encoded.assistant_starts;
-        Ok(Prompt {
-            branches: starts[starts.len().saturating_sub(BRANCHES)..].to_vec(),
-            ids: encoded.ids,
-            in_thinking: rendered.ends_in_thinking(),
-        })
+        Ok(Prompt { branches: branches(&encoded), ids: encoded.ids, in_thinking: rendered.ends_in_thinking() })
     }
+}
+
+/// Where later prompts may leave this one: behind the first turn, which is the system message and may be shared by conversations;
+/// before the last question, which may be asked differently; before the last two answers, which the next prompt may show
+/// differently or not at all. More would cut long histories into small chunks. A prompt without turns may be sent once more.
+fn branches(prompt: &PromptIds) -> Vec<usize> {
+    let (turns, answers) = (&prompt.turn_starts, &prompt.assistant_starts);
+    let last_answers = answers[answers.len().saturating_sub(2)..].iter();
+    let question = turns.iter().rev().find(|turn| answers.last().is_some_and(|answer| *turn < answer));
+    let mut branches: BTreeSet<usize> =
+        turns.iter().skip(1).take(1).chain(question).chain(last_answers).copied().collect();
+    if turns.is_empty() {
+        branches.extend(prompt.ids.len().checked_sub(1));
+    }
+    branches.remove(&0);
+    branches.into_iter().collect()
 }
 
 #[cfg(test)]
@@ -160,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_branches_before_its_last_two_assistant_turns() {
+    fn a_prompt_branches_behind_its_first_turn_and_before_its_last_question_and_answers() {
         let text = TextModel {
             tokenizer: byte_tokenizer(),
             template: ChatTemplate::new(TEMPLATE).unwrap(),
@@ -171,10 +178,13 @@ mod tests {
             .map(|role| serde_json::json!({"role": role, "content": "<|im_start|>assistant"}));
         let chat = Chat { messages: messages.to_vec().into(), add_generation_prompt: true, ..Chat::default() };
         let prompt = text.prompt(&text.template.render_chat(&chat).unwrap()).unwrap();
-        let assistant = |at: &usize| text.tokenizer.decode(&prompt.ids[*at..at + 11], false);
-        assert_eq!(prompt.branches.len(), 2);
-        assert!(prompt.branches.iter().all(|at| assistant(at) == "<|im_start|>assistant\n"));
-        assert_eq!(prompt.branches[1], prompt.ids.len() - "?assistant\n?\n".len());
+        let role = |at: &usize| text.tokenizer.decode(&prompt.ids[*at..], false)[..20].to_owned();
+        let roles: Vec<String> = prompt.branches.iter().map(role).collect();
+        let [user, assistant] = ["<|im_start|>user\n<|i", "<|im_start|>assistan"];
+        assert_eq!(roles, [assistant, assistant, user, assistant]);
+        assert_eq!(prompt.branches[3], prompt.ids.len() - "?assistant\n?\n".len());
+        let raw = text.prompt(&Rendered::by_hand("No turns.")).unwrap();
+        assert_eq!(raw.branches, [8]);
         assert!(prompt.in_thinking);
     }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
 use lily_engine::{
-    CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, LogProbs, Prompt, Sampling, Session,
-    TextModel, Token, Tokenizer,
+    CancelToken, Engine, EngineOptions, Event, FinishReason, Finished, GenerateRequest, LogProbs, Prompt, Sampling,
+    SessionOptions, StoreOptions, TextModel, Token, Tokenizer,
 };
 use lily_model::Checkpoint;
 use lily_reference::golden::{Goldens, tiny_checkpoint};
@@ -29,15 +29,17 @@ fn full_tokenizer() -> Tokenizer {
     Tokenizer::from_json(json.to_string().as_bytes(), None).unwrap()
 }
 
-fn open(max_chunk: usize) -> (Engine, Session) {
+fn open(max_chunk: usize) -> Engine {
+    open_with(max_chunk, EngineOptions::single())
+}
+
+fn open_with(max_chunk: usize, options: EngineOptions) -> Engine {
     let checkpoint = Arc::new(Checkpoint::open(tiny_checkpoint()).unwrap());
     let mut text = TextModel::load(&checkpoint.source, &checkpoint.config).unwrap();
     text.tokenizer = full_tokenizer();
-    let options = LoadOptions { kv: KvDtype::F32, max_context: Some(2048), max_chunk, ..LoadOptions::default() };
-    let backend = CpuBackend::load(checkpoint, &options).unwrap();
-    let mut engine = Engine::new(Box::new(backend), Arc::new(text));
-    let session = engine.open(2048).unwrap();
-    (engine, session)
+    let load = LoadOptions { kv: KvDtype::F32, max_context: Some(2048), max_chunk, ..LoadOptions::default() };
+    let backend = CpuBackend::load(checkpoint, &load).unwrap();
+    Engine::with_options(Box::new(backend), Arc::new(text), options).unwrap()
 }
 
 fn greedy(max_tokens: usize) -> GenerateRequest {
@@ -50,14 +52,9 @@ fn greedy(max_tokens: usize) -> GenerateRequest {
     }
 }
 
-fn run(
-    engine: &mut Engine,
-    session: &mut Session,
-    prompt: &Prompt,
-    request: GenerateRequest,
-) -> (Vec<Token>, Finished) {
+fn run(engine: &mut Engine, prompt: &Prompt, request: GenerateRequest) -> (Vec<Token>, Finished) {
     let mut tokens = Vec::new();
-    for event in engine.generate(session, prompt, request).unwrap() {
+    for event in engine.generate(prompt, request).unwrap() {
         match event.unwrap() {
             Event::PromptProgress { .. } => {}
             Event::Token(token) => tokens.push(token),
@@ -92,10 +89,10 @@ fn assert_same_where_decided(found: &[Token], expected: &[Token]) {
 #[test]
 fn greedy_tokens_are_those_of_the_goldens_as_long_as_they_are_decided() {
     let goldens = Goldens::tiny();
-    let (mut engine, mut session) = open(48);
+    let mut engine = open(48);
     for length in goldens.lengths() {
         let golden = goldens.prompt(length);
-        let (tokens, end) = run(&mut engine, &mut session, &golden.ids.clone().into(), greedy(golden.greedy.len()));
+        let (tokens, end) = run(&mut engine, &golden.ids.clone().into(), greedy(golden.greedy.len()));
         let decided = golden.greedy_margin.iter().position(|m| *m < DECIDED).unwrap_or(golden.greedy.len());
         assert!(decided > 0);
         assert_eq!(ids(&tokens)[..decided], golden.greedy[..decided], "{length} tokens");
@@ -106,7 +103,7 @@ fn greedy_tokens_are_those_of_the_goldens_as_long_as_they_are_decided() {
 #[test]
 fn logprobs_are_the_log_softmax_of_the_golden_logits() {
     let goldens = Goldens::tiny();
-    let (mut engine, mut session) = open(512);
+    let mut engine = open(512);
     for length in goldens.lengths() {
         let golden = goldens.prompt(length);
         let logits = &golden.logits[golden.logits.len() - 1024..];
@@ -116,7 +113,7 @@ fn logprobs_are_the_log_softmax_of_the_golden_logits() {
         // The report is of the raw logits, whatever the sampling.
         let sampling = Sampling { temperature: Some(2.0), seed: Some(1), ..Sampling::default() };
         let request = GenerateRequest { sampling, ..greedy(1) };
-        let (tokens, _) = run(&mut engine, &mut session, &golden.ids.into(), request);
+        let (tokens, _) = run(&mut engine, &golden.ids.into(), request);
         let found = logprobs(&tokens[0]);
         // Both terms of a log-probability are off by at most what a logit may be.
         let near = |id: u32, value: f32| assert!((value - expected(id)).abs() < 2.0 * LOGIT_ERROR, "{length}: {id}");
@@ -133,72 +130,83 @@ fn logprobs_are_the_log_softmax_of_the_golden_logits() {
 #[test]
 fn an_answer_after_reuse_is_that_of_a_cold_run() {
     let goldens = Goldens::tiny();
-    let (mut engine, mut session) = open(48);
+    let mut engine = open(48);
     let first = goldens.prompt(65).ids;
-    let (answer, _) = run(&mut engine, &mut session, &first.clone().into(), greedy(20));
+    let (answer, _) = run(&mut engine, &first.clone().into(), greedy(20));
     let second: Vec<u32> = [first, ids(&answer), goldens.prompt(64).ids].concat();
-    let (warm, end) = run(&mut engine, &mut session, &second.clone().into(), greedy(32));
+    let (warm, end) = run(&mut engine, &second.clone().into(), greedy(32));
     // The twentieth token was not fed.
     assert_eq!(end.cached_tokens, 65 + 19);
-    let (mut engine, mut session) = open(512);
-    let (cold, end) = run(&mut engine, &mut session, &second.into(), greedy(32));
+    let mut engine = open(512);
+    let (cold, end) = run(&mut engine, &second.into(), greedy(32));
     assert_eq!(end.cached_tokens, 0);
     assert_same_where_decided(&warm, &cold);
 }
 
 #[test]
 fn a_branch_continues_bit_for_bit_like_a_cold_run_with_the_same_borders() {
-    let golden = Goldens::tiny().prompt(300).ids;
-    let prompt = Prompt { branches: vec![200], ..golden.clone().into() };
+    let golden = Goldens::tiny().prompt(1000).ids;
+    let prompt = Prompt { branches: vec![200, 600], ..golden.clone().into() };
     let other = Prompt { branches: vec![200], ..[&golden[..200], &golden[..30]].concat().into() };
-    let (mut engine, mut session) = open(48);
-    let (cold, end) = run(&mut engine, &mut session, &prompt, greedy(8));
-    assert_eq!(end.cached_tokens, 0);
-    let (_, end) = run(&mut engine, &mut session, &other, greedy(8));
-    assert_eq!(end.cached_tokens, 200);
-    let (warm, end) = run(&mut engine, &mut session, &prompt, greedy(8));
-    assert_eq!(end.cached_tokens, 200);
-    assert_eq!(warm, cold);
+    let folder = tempfile::tempdir().unwrap();
+    let store = StoreOptions { folder: folder.path().to_owned(), bytes: 1 << 30 };
+    let single = EngineOptions::single().sessions;
+    let several = SessionOptions { most: 4, room: Some(64), ..single.clone() };
+    // By going back, in a copy that then grows, and from the disk.
+    for (sessions, expected) in
+        [(single.clone(), 200), (several, 600), (SessionOptions { store: Some(store), ..single }, 600)]
+    {
+        let stored = sessions.store.is_some();
+        let mut engine = open_with(48, EngineOptions { sessions, ..EngineOptions::single() });
+        let (cold, end) = run(&mut engine, &prompt, greedy(80));
+        assert_eq!(end.cached_tokens, 0);
+        if stored {
+            engine.clear_cache();
+        } else {
+            let (_, end) = run(&mut engine, &other, greedy(8));
+            assert_eq!(end.cached_tokens, 200);
+        }
+        let (warm, end) = run(&mut engine, &prompt, greedy(80));
+        assert_eq!(end.cached_tokens, expected);
+        assert_eq!(warm, cold);
+    }
 }
 
 #[test]
 fn an_answer_after_cancelling_is_that_of_a_cold_run() {
     let golden = Goldens::tiny().prompt(300).ids;
-    let (mut engine, mut session) = open(48);
-    let (cold, _) = run(&mut engine, &mut session, &golden.clone().into(), greedy(32));
+    let mut engine = open(48);
+    let (cold, _) = run(&mut engine, &golden.clone().into(), greedy(32));
     // Events: progress 0, 48, ..., 300, then tokens.
     for events in [3, 12] {
-        let (mut engine, mut session) = open(48);
+        let mut engine = open(48);
         let cancel = CancelToken::default();
         let request = GenerateRequest { cancel: cancel.clone(), ..greedy(32) };
         let prompt = golden.clone().into();
-        let mut generation = engine.generate(&mut session, &prompt, request).unwrap();
+        let mut generation = engine.generate(&prompt, request).unwrap();
         for event in generation.by_ref().take(events) {
             event.unwrap();
         }
         cancel.cancel();
         let last = generation.last().unwrap().unwrap();
         assert!(matches!(last, Event::Finished(Finished { reason: FinishReason::Cancelled, .. })));
-        let fed = session.tokens().to_vec();
-        assert!(!fed.is_empty() && fed.starts_with(&golden[..golden.len().min(fed.len())]));
-        // What the session holds, and the rest of the cold run.
-        let whole: Vec<u32> = golden.iter().copied().chain(ids(&cold)).collect();
-        assert!(whole.starts_with(&fed));
-        let done = fed.len().saturating_sub(golden.len());
-        let next: Vec<u32> = whole[..golden.len() + done + 1].to_vec();
-        let (rest, end) = run(&mut engine, &mut session, &next.into(), greedy(32 - done - 1));
-        assert_eq!(end.cached_tokens, fed.len());
-        assert_same_where_decided(&rest, &cold[done + 1..]);
+        // The rest of the cold run, from its 17th token on.
+        let next: Vec<u32> = golden.iter().copied().chain(ids(&cold)).take(golden.len() + 16).collect();
+        let (rest, end) = run(&mut engine, &next.into(), greedy(16));
+        // The events: progress from 0 to 300 in steps of 48, then tokens; some steps more were on their way.
+        let fed = if events == 3 { 96..=192 } else { 303..=308 };
+        assert!(fed.contains(&end.cached_tokens), "{}", end.cached_tokens);
+        assert_same_where_decided(&rest, &cold[16..]);
     }
 }
 
 #[test]
 fn a_seed_repeats_an_answer_and_another_does_not() {
     let prompt: Prompt = Goldens::tiny().prompt(7).ids.into();
-    let (mut engine, mut session) = open(512);
+    let mut engine = open(512);
     let mut sample = |seed| {
         let sampling = Sampling { temperature: Some(1.0), top_p: Some(0.95), seed, ..Sampling::default() };
-        let (tokens, end) = run(&mut engine, &mut session, &prompt, GenerateRequest { sampling, ..greedy(24) });
+        let (tokens, end) = run(&mut engine, &prompt, GenerateRequest { sampling, ..greedy(24) });
         (ids(&tokens), end.seed)
     };
     let (first, seed) = sample(None);
@@ -210,10 +218,10 @@ fn a_seed_repeats_an_answer_and_another_does_not() {
 #[test]
 fn penalties_act_on_the_answer_only() {
     let prompt: Prompt = Goldens::tiny().prompt(64).ids.into();
-    let (mut engine, mut session) = open(512);
-    let (plain, _) = run(&mut engine, &mut session, &prompt, greedy(32));
+    let mut engine = open(512);
+    let (plain, _) = run(&mut engine, &prompt, greedy(32));
     let sampling = Sampling { presence_penalty: Some(2.0), frequency_penalty: Some(2.0), ..Sampling::greedy() };
-    let (tokens, _) = run(&mut engine, &mut session, &prompt, GenerateRequest { sampling, ..greedy(32) });
+    let (tokens, _) = run(&mut engine, &prompt, GenerateRequest { sampling, ..greedy(32) });
     // The goldens' answer to 64 tokens repeats 942, 703 and 138; its first token is new whatever the prompt holds.
     assert_eq!(tokens[0].id, plain[0].id);
     assert_ne!(ids(&tokens), ids(&plain));
@@ -226,11 +234,10 @@ fn tokens_that_the_tokenizer_does_not_have_are_never_sampled() {
     let options = LoadOptions { max_context: Some(512), ..LoadOptions::default() };
     let backend = CpuBackend::load(checkpoint, &options).unwrap();
     let mut engine = Engine::new(Box::new(backend), text.clone());
-    let mut session = engine.open(512).unwrap();
     let hot = Sampling { temperature: Some(2.0), top_k: Some(0), top_p: Some(1.0), ..Sampling::default() };
     for sampling in [Sampling::greedy(), hot] {
         let request = GenerateRequest { sampling, ..greedy(100) };
-        let (tokens, _) = run(&mut engine, &mut session, &vec![1, 2, 3].into(), request);
+        let (tokens, _) = run(&mut engine, &vec![1, 2, 3].into(), request);
         assert!(ids(&tokens).iter().all(|id| text.tokenizer.token_bytes(*id).is_some()));
     }
 }

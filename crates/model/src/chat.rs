@@ -148,6 +148,11 @@ impl Rendered {
         opened.is_some_and(|opened| self.find("</think>").last().is_none_or(|closed| closed < opened))
     }
 
+    /// Where the headers of all turns start, the assistant's among them.
+    pub fn turn_starts(&self) -> Vec<usize> {
+        self.find("<|im_start|>").collect()
+    }
+
     /// Where the headers of assistant turns start: the offsets of their `<|im_start|>`.
     ///
     /// Before each of these the prompts of two requests with the same history agree, whatever happens to the

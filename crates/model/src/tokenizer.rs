@@ -100,7 +100,9 @@ pub struct AddedToken {
 pub struct PromptIds {
     /// One id per token.
     pub ids: Vec<u32>,
-    /// For each of [`Rendered::assistant_starts`], the number of tokens before it.
+    /// For each of [`Rendered::turn_starts`], the number of tokens before it.
+    pub turn_starts: Vec<usize>,
+    /// Likewise for [`Rendered::assistant_starts`].
     pub assistant_starts: Vec<usize>,
 }
 
@@ -170,19 +172,19 @@ impl Tokenizer {
     pub fn encode_rendered(&self, rendered: &Rendered) -> Result<PromptIds, TokenizerError> {
         let text = rendered.text();
         let mut ids = Vec::with_capacity(text.len() / 3);
-        let mut assistant_starts = rendered.assistant_starts().into_iter().peekable();
-        let mut starts_in_ids = Vec::new();
+        let mut turns = rendered.turn_starts().into_iter().peekable();
+        let mut assistants = rendered.assistant_starts().into_iter().peekable();
+        let (mut turn_starts, mut assistant_starts) = (Vec::new(), Vec::new());
         let mut done = 0;
         for (cut, id) in self.cuts(rendered) {
             self.encode_stretch(&text[done..cut.start], &mut ids)?;
-            if assistant_starts.next_if_eq(&cut.start).is_some() {
-                starts_in_ids.push(ids.len());
-            }
+            turn_starts.extend(turns.next_if_eq(&cut.start).map(|_| ids.len()));
+            assistant_starts.extend(assistants.next_if_eq(&cut.start).map(|_| ids.len()));
             ids.push(id);
             done = cut.end;
         }
         self.encode_stretch(&text[done..], &mut ids)?;
-        Ok(PromptIds { ids, assistant_starts: starts_in_ids })
+        Ok(PromptIds { ids, turn_starts, assistant_starts })
     }
 
     /// The added tokens to cut out of a prompt.

@@ -122,6 +122,8 @@ fn qwen_ids_of_chats_are_those_of_the_python_library() {
             assert_eq!(safe.ids, stock, "{}", case["name"]);
         }
         assert_eq!(tokenizer.decode(&safe.ids, false).nfc().to_string(), rendered.text().nfc().to_string());
+        let turns: Vec<usize> = (0..safe.ids.len()).filter(|at| safe.ids[*at] == 248_045).collect();
+        assert_eq!(safe.turn_starts, turns, "{}", case["name"]);
         for start in safe.assistant_starts {
             assert_eq!(safe.ids[start..start + 3], [248_045, 74_455, 198], "{}", case["name"]);
         }

@@ -48,13 +48,20 @@ impl Tools {
 
     fn form(&self, function: &str, key: &str) -> Form {
         let root = self.parameters.get(function).unwrap_or(&Value::Null);
-        let types = types(&root["properties"][key], root, 0);
-        match (types.is_empty() || types.contains("string"), types.contains("null")) {
+        let schema = &root["properties"][key];
+        match (value_is_text(schema, root), types(schema, root, 0).contains("null")) {
             (true, false) => Form::Text,
             (true, true) => Form::TextOrNull,
             (false, _) => Form::Json,
         }
     }
+}
+
+/// Whether the text of a value is the value: its `schema`, inside the schema `root` of all parameters, allows a string or says no
+/// type.
+pub(crate) fn value_is_text(schema: &Value, root: &Value) -> bool {
+    let types = types(schema, root, 0);
+    types.is_empty() || types.contains("string")
 }
 
 /// The types that a schema names: by the first of `$ref`, `type`, `const`, `enum`, the three combinations, `properties`

@@ -1,0 +1,138 @@
+//! Server-sent events: an API's form of a turn, written as the turn goes on.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use axum::body::Body;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use http_body::Frame;
+use serde_json::Value;
+
+use crate::answer::Answer;
+use crate::errors::ApiError;
+use crate::turn::TurnEvent;
+use crate::turns::Running;
+
+/// An API's form of one answer.
+pub trait Surface: Send + Unpin + 'static {
+    /// The whole answer.
+    fn whole(&self, answer: Answer) -> Value;
+
+    /// Writes what an event is in this API.
+    fn event(&mut self, event: TurnEvent, out: &mut Frames);
+
+    /// Writes that work goes on.
+    fn heartbeat(&mut self, out: &mut Frames);
+
+    /// Writes that the answer ends here by an error.
+    fn failed(&mut self, error: &ApiError, out: &mut Frames);
+}
+
+/// Events that are written and not yet sent.
+#[derive(Debug, Default)]
+pub struct Frames(String);
+
+impl Frames {
+    /// An event without a name.
+    pub fn data(&mut self, data: &Value) {
+        self.0.push_str("data: ");
+        self.0.push_str(&data.to_string());
+        self.0.push_str("\n\n");
+    }
+
+    /// An event whose name is the `type` of its data.
+    pub fn typed(&mut self, data: &Value) {
+        self.0.push_str("event: ");
+        self.0.push_str(data["type"].as_str().unwrap_or_default());
+        self.0.push('\n');
+        self.data(data);
+    }
+
+    /// What tells OpenAI's clients that the stream is complete.
+    pub fn done(&mut self) {
+        self.0.push_str("data: [DONE]\n\n");
+    }
+
+    /// A line that clients skip; it keeps connections open.
+    pub fn comment(&mut self, text: &str) {
+        self.0.push_str(": ");
+        self.0.push_str(text);
+        self.0.push_str("\n\n");
+    }
+
+    fn take(&mut self) -> Bytes {
+        Bytes::from(std::mem::take(&mut self.0))
+    }
+}
+
+/// What is ready is sent together, up to about this size: a client that reads slowly holds the turn back instead of
+/// filling memory.
+const FRAME_BYTES: usize = 16 << 10;
+
+/// The response that streams a turn. A heartbeat is written whenever the turn makes progress and nothing was sent for
+/// `heartbeat`; so there are none where the engine stands still.
+pub fn response(running: Running, surface: impl Surface, heartbeat: Duration) -> Response {
+    let body = EventBody::new(running, surface, heartbeat);
+    let headers = [
+        (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
+        (header::CACHE_CONTROL, "no-cache"),
+        // nginx would collect a stream before it passes it on.
+        (header::HeaderName::from_static("x-accel-buffering"), "no"),
+    ];
+    (headers, Body::new(body)).into_response()
+}
+
+struct EventBody<S> {
+    running: Running,
+    surface: S,
+    frames: Frames,
+    heartbeat: Duration,
+    sent: Instant,
+    over: bool,
+}
+
+impl<S: Surface> EventBody<S> {
+    fn new(running: Running, mut surface: S, heartbeat: Duration) -> EventBody<S> {
+        let mut frames = Frames::default();
+        surface.event(TurnEvent::Started { prompt_tokens: running.prompt_tokens() }, &mut frames);
+        EventBody { running, surface, frames, heartbeat, sent: Instant::now(), over: false }
+    }
+
+    fn write(&mut self, event: TurnEvent) {
+        let is_progress = matches!(event, TurnEvent::Progress { .. });
+        self.surface.event(event, &mut self.frames);
+        if is_progress && self.frames.0.is_empty() && self.sent.elapsed() >= self.heartbeat {
+            self.surface.heartbeat(&mut self.frames);
+        }
+    }
+}
+
+impl<S: Surface> http_body::Body for EventBody<S> {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let this = &mut *self;
+        let mut waits = false;
+        while !this.over && !waits && this.frames.0.len() < FRAME_BYTES {
+            match this.running.poll_event(cx) {
+                Poll::Ready(Some(Ok(event))) => this.write(event),
+                Poll::Ready(Some(Err(error))) => {
+                    this.surface.failed(&error.into(), &mut this.frames);
+                    this.over = true;
+                }
+                Poll::Ready(None) => this.over = true,
+                Poll::Pending => waits = true,
+            }
+        }
+        if !this.frames.0.is_empty() {
+            this.sent = Instant::now();
+            return Poll::Ready(Some(Ok(Frame::data(this.frames.take()))));
+        }
+        if this.over { Poll::Ready(None) } else { Poll::Pending }
+    }
+}

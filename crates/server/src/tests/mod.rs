@@ -1,0 +1,8 @@
+//! The APIs over turns that play given events.
+
+mod anthropic;
+mod chat;
+mod completions;
+mod http;
+mod laws;
+mod responses;

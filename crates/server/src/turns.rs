@@ -1,0 +1,155 @@
+//! What the APIs need of the rest of the server: something that answers turns.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use lily_engine::TextModel;
+use tokio::sync::mpsc;
+
+use crate::turn::{TurnEnd, TurnError, TurnEvent, TurnRequest};
+
+/// Events of a turn as they happen. Dropping it cancels the turn.
+pub type TurnStream = mpsc::Receiver<Result<TurnEvent, TurnError>>;
+
+/// A turn that is about to start.
+pub type Starting<'a> = Pin<Box<dyn Future<Output = Result<TurnStream, TurnError>> + Send + 'a>>;
+
+/// Answers turns.
+pub trait Turns: Send + Sync + 'static {
+    /// Starts a turn. The stream begins with [`TurnEvent::Started`] and ends behind [`TurnEvent::Finished`] or an error.
+    fn start(&self, request: TurnRequest) -> Starting<'_>;
+
+    /// The model that answers.
+    fn model(&self) -> &ModelInfo;
+
+    /// Its text side, for counting tokens.
+    fn text(&self) -> &Arc<TextModel>;
+
+    /// Whether requests should come here.
+    fn readiness(&self) -> Readiness;
+
+    /// Takes no more turns; those that were accepted go on.
+    fn drain(&self);
+
+    /// Turns that were accepted and are not over.
+    fn in_progress(&self) -> usize;
+
+    /// Cancels what is in progress, and ends. Blocks until then.
+    fn stop(&self);
+
+    /// Metrics in the text format of Prometheus.
+    fn metrics(&self) -> String;
+}
+
+/// The model as clients see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelInfo {
+    /// Its name. Requests may use any.
+    pub id: String,
+    /// Seconds since 1970 at which it was loaded.
+    pub created: u64,
+    /// Room for prompt and answer.
+    pub context_tokens: usize,
+}
+
+/// Whether a server wants requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Readiness {
+    /// Send them.
+    Ready,
+    /// It finishes what it has and takes no more.
+    Draining,
+    /// It answers nothing any more, for this reason.
+    Failed(String),
+}
+
+/// A turn that runs, from behind [`TurnEvent::Started`] to its end, and its line in the log.
+pub struct Running {
+    events: TurnStream,
+    prompt_tokens: usize,
+    api: &'static str,
+    id: String,
+    over: bool,
+}
+
+impl Running {
+    /// Starts a turn and waits until it is accepted. `api` and `id` are for the log.
+    pub async fn start(
+        turns: &dyn Turns,
+        request: TurnRequest,
+        api: &'static str,
+        id: String,
+    ) -> Result<Running, TurnError> {
+        let start = async {
+            let mut events = turns.start(request).await?;
+            match events.recv().await {
+                Some(Ok(TurnEvent::Started { prompt_tokens })) => Ok((events, prompt_tokens)),
+                Some(Err(error)) => Err(error),
+                Some(Ok(_)) | None => Err(lost()),
+            }
+        };
+        match start.await {
+            Ok((events, prompt_tokens)) => Ok(Running { events, prompt_tokens, api, id, over: false }),
+            Err(error) => {
+                tracing::info!(api, id, %error, "refused");
+                Err(error)
+            }
+        }
+    }
+
+    /// Tokens of the prompt.
+    pub fn prompt_tokens(&self) -> usize {
+        self.prompt_tokens
+    }
+
+    /// The next event; `None` behind the end. A turn that stops without an end gives an error.
+    pub fn poll_event(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<TurnEvent, TurnError>>> {
+        if self.over {
+            return Poll::Ready(None);
+        }
+        let event = ready!(self.events.poll_recv(cx)).unwrap_or_else(|| Err(lost()));
+        match &event {
+            Ok(TurnEvent::Finished(end)) => self.finished(end),
+            Err(error) => {
+                self.over = true;
+                tracing::warn!(api = self.api, id = self.id, %error, "failed");
+            }
+            Ok(_) => {}
+        }
+        Poll::Ready(Some(event))
+    }
+
+    /// The next event; see [`poll_event`](Running::poll_event).
+    pub async fn next(&mut self) -> Option<Result<TurnEvent, TurnError>> {
+        std::future::poll_fn(|cx| self.poll_event(cx)).await
+    }
+
+    fn finished(&mut self, end: &TurnEnd) {
+        self.over = true;
+        tracing::info!(
+            api = self.api,
+            id = self.id,
+            reason = ?end.reason,
+            prompt_tokens = end.usage.prompt_tokens,
+            cached_tokens = end.usage.cached_tokens,
+            completion_tokens = end.usage.completion_tokens,
+            first_token_ms = end.to_first_token.as_millis(),
+            decode_ms = end.decode.as_millis(),
+            "answered"
+        );
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.over {
+            tracing::info!(api = self.api, id = self.id, prompt_tokens = self.prompt_tokens, "the client went away");
+        }
+    }
+}
+
+fn lost() -> TurnError {
+    TurnError::Failed("the server lost this request; the log has more".to_owned())
+}
