@@ -1,6 +1,7 @@
 //! Laws of chunk borders: how a prompt is cut changes what it comes to by rounding alone.
 
 use std::collections::BTreeSet;
+use std::fmt;
 
 use super::cases::{CHUNKS, PROMPTS};
 use super::laws::{CONTEXT, Device, Subject, tokens};
@@ -62,8 +63,8 @@ const MOST_CHANGED: usize = 8;
 /// Holds the logits of all positions of `ids`, fed in chunks of `whole`, against those in chunks of each of `others`.
 ///
 /// An expert that is chosen by a hair's breadth in one and not in the other moves logits by far more than rounding does, there and,
-/// through the state, at all positions behind. So where logits differ by more than the budget, the routers tell: if their logits are
-/// within the budget up to the layer that chose otherwise, neither choice is wrong, and the prompt is tried again with another token
+/// through the state, at all positions behind. So where logits differ by more than the budget, the routers tell: if its logits are
+/// within the budget in the first layer that chose otherwise, neither choice is wrong, and the prompt is tried again with another token
 /// in this place; otherwise the law is broken.
 fn assert_same_logits(device: &mut Device, subject: &Subject<'_>, mut ids: Vec<u32>, whole: usize, others: &[usize]) {
     let (vocab, length) = (device.vocab(), ids.len());
@@ -76,18 +77,17 @@ fn assert_same_logits(device: &mut Device, subject: &Subject<'_>, mut ids: Vec<u
             let [a, b] = [whole, *chunk].map(|chunk| device.routers(&ids, chunk));
             let split = first_split(&a, &b, subject.experts_per_token);
             let undecided = split.as_ref().filter(|s| s.position <= position && s.difference <= subject.budget);
-            match undecided {
-                Some(split) if changed < MOST_CHANGED => {
-                    ids[split.position] = (ids[split.position] + 1) % vocab as u32;
-                    changed += 1;
-                    expected = device.fresh_logits(&ids, whole);
-                }
-                _ => panic!(
+            let Some(undecided) = undecided.filter(|_| changed < MOST_CHANGED) else {
+                panic!(
                     "{length} tokens in chunks of {chunk}: largest difference {difference:e} at position {position}, budget {:e}; \
-                     other experts are chosen first at {split:?}, after {changed} other tokens",
-                    subject.budget
-                ),
-            }
+                     other experts are chosen {}, after {changed} other tokens",
+                    subject.budget,
+                    split.map_or("nowhere".into(), |split| split.to_string())
+                )
+            };
+            ids[undecided.position] = (ids[undecided.position] + 1) % vocab as u32;
+            changed += 1;
+            expected = device.fresh_logits(&ids, whole);
         }
     }
 }
@@ -106,6 +106,13 @@ struct Split {
     layer: usize,
     /// Largest difference of the router's logits there.
     difference: f32,
+}
+
+impl fmt::Display for Split {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Split { position, layer, difference } = self;
+        write!(f, "first at position {position} in layer {layer}, by router logits {difference:e} apart")
+    }
 }
 
 /// The first position, and the first layer there, at which other experts have the highest logits; of layers `[positions, experts]`.
