@@ -106,6 +106,10 @@ pub(crate) fn translate(source: &str, language: Language) -> Result<Unit, Vec<St
     }
     for kernel in &kernels {
         append_thunk(&mut cpp, kernel);
+        // Those that take threadgroup memory from the encoder are left out.
+        if kernel.parameters.iter().any(|parameter| matches!(parameter, Parameter::Threadgroup(_))) {
+            continue;
+        }
         let limit = limits.iter().find(|(name, _)| *name == kernel.name);
         append_cuda_kernel(&mut cuda, kernel, limit.map(|(_, limit)| limit.as_str()));
     }
