@@ -46,9 +46,12 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
             Ok(Box::new(CpuBackend::load(checkpoint, &options)?))
         }
         BackendName::Metal => {
+            if args.ctx.is_some() {
+                context(args, &checkpoint)?;
+            }
             let options = lily_metal::LoadOptions {
                 kv: metal_kv(args.device.kv),
-                max_context: Some(context(args, &checkpoint)?),
+                max_context: args.ctx,
                 ..lily_metal::LoadOptions::default()
             };
             Ok(lily_metal::load(&checkpoint, &options)?)

@@ -6,6 +6,13 @@ use lily_metal_emu::{Bound, Command, Dispatch, Emulator, Error, Language, Librar
 const ORDERS: [u32; 3] = [0, 1, 7];
 
 const FAULTS: &str = include_str!("kernels/faults.metal");
+const COPY: &str = "#include <metal_stdlib>
+using namespace metal;
+kernel void copy_values(device const float* from [[buffer(0)]], device float* to [[buffer(1)]],
+                        uint i [[thread_position_in_grid]]) {
+  to[i] = from[i];
+}
+";
 const LANGUAGE: &str = include_str!("kernels/language.metal");
 const TENSORS: &str = include_str!("kernels/tensors.metal");
 
@@ -441,4 +448,38 @@ fn what_apples_compiler_would_refuse_is_refused() {
         let refusal = refusal(&source);
         assert!(refusal.contains(what), "{what}: {refusal}");
     }
+}
+
+/// A kernel reads a file where it is mapped; binding it for writing is refused, and so is writing it by the host.
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn a_mapped_file_is_read_and_never_written() {
+    let mut file = tempfile::tempfile().expect("a file");
+    let values: Vec<f32> = (0..5000).map(|i| i as f32).collect();
+    let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+    std::io::Write::write_all(&mut file, &bytes).expect("written");
+    let mut device = Device::new(0, COPY);
+    assert!(matches!(device.emulator.map(&file, bytes.len() + 1), Err(Error::Memory { .. })));
+    let buffer = device.emulator.map(&file, bytes.len()).expect("mapped");
+    let pipeline = device.pipeline("copy_values");
+    let (from, to) = (Slice { buffer, offset: 16, bytes: 64 * 4 }, device.floats(&[0.0; 64]));
+    let run = |device: &mut Device, from: Slice, to: Slice| {
+        let bindings = vec![(0, Bound::Read(from)), (1, Bound::Write(to))];
+        device.run(vec![Command::Dispatch(dispatch(pipeline, bindings, 1, 64))])
+    };
+    run(&mut device, from, to).expect("run");
+    assert_eq!(device.read(to), values[4..68]);
+    let refused = |result: Result<()>| {
+        let error = result.expect_err("refused");
+        assert!(error.to_string().contains("is a mapped file, which nothing may write"), "{error}");
+    };
+    refused(run(&mut device, to, from));
+    refused(device.emulator.write(from).map(|_| ()));
+    refused(device.emulator.copy(to, from));
+    let Err(Error::Fault { message, .. }) = run(&mut device, Slice { bytes: 63 * 4, ..from }, to) else {
+        panic!("it read beyond what is bound")
+    };
+    assert!(message.contains("outside of every bound buffer"), "{message}");
+    device.emulator.free(buffer).expect("freed");
+    assert!(std::fs::read(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file))).expect("read") == bytes);
 }

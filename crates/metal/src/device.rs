@@ -4,6 +4,7 @@
 //! runs on a Mac.
 
 use lily_backend::{Error, Result};
+use lily_model::MappedFile;
 
 /// A buffer of memory that host and GPU share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -186,8 +187,14 @@ pub(crate) trait Gpu: Send {
     /// Bytes that it can hold at a time.
     fn memory_bytes(&self) -> usize;
 
+    /// Bytes of the machine's memory, of which the former are a part.
+    fn machine_bytes(&self) -> usize;
+
     /// A buffer of any content; `what` is for the message of [`Error::OutOfMemory`].
     fn buffer(&mut self, bytes: usize, what: &str) -> Result<Buffer>;
+
+    /// A whole file, as it is mapped, as a buffer that is only read; nothing is copied. `None` if the device does not take it.
+    fn map(&mut self, file: &MappedFile) -> Result<Option<Buffer>>;
 
     /// Gives a buffer back.
     fn free(&mut self, buffer: Buffer);
@@ -201,7 +208,7 @@ pub(crate) trait Gpu: Send {
     /// Copies bytes into a slice.
     fn write(&mut self, to: Slice, from: &[u8]) -> Result<()>;
 
-    /// All bytes of a buffer, to be written by the host.
+    /// All bytes of a buffer that is no file, to be written by the host.
     fn contents(&mut self, buffer: Buffer) -> Result<&mut [u8]>;
 
     /// Copies between slices of equal length that do not overlap.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use lily_backend::Result;
 use lily_metal_emu::{self as emu, Emulator, LibraryId, PipelineId};
+use lily_model::MappedFile;
 
 use crate::device::{
     Bound, Buffer, Command, Commit, Dispatch, Gpu, KernelSpec, Language, Pipeline, Slice, Source, device_error,
@@ -26,6 +27,8 @@ pub(crate) struct Emulated {
     refuses: Option<&'static str>,
     /// See `misreading`.
     misreads: Option<(&'static str, &'static str)>,
+    /// Bytes that it says it and its machine have.
+    pub(crate) memory: [usize; 2],
 }
 
 impl Emulated {
@@ -42,6 +45,7 @@ impl Emulated {
             tensor_units: false,
             refuses: None,
             misreads: None,
+            memory: [8 << 30, 12 << 30],
         }
     }
 
@@ -97,7 +101,11 @@ impl Gpu for Emulated {
     }
 
     fn memory_bytes(&self) -> usize {
-        8 << 30
+        self.memory[0]
+    }
+
+    fn machine_bytes(&self) -> usize {
+        self.memory[1]
     }
 
     fn buffer(&mut self, bytes: usize, _what: &str) -> Result<Buffer> {
@@ -106,6 +114,15 @@ impl Gpu for Emulated {
         self.next_buffer += 1;
         self.buffers.insert(id, buffer);
         Ok(Buffer(id))
+    }
+
+    fn map(&mut self, file: &MappedFile) -> Result<Option<Buffer>> {
+        let Some(opened) = file.file() else { return Ok(None) };
+        let buffer = self.emulator.map(opened, file.bytes().len()).map_err(device_error)?;
+        let id = self.next_buffer;
+        self.next_buffer += 1;
+        self.buffers.insert(id, buffer);
+        Ok(Some(Buffer(id)))
     }
 
     fn free(&mut self, buffer: Buffer) {

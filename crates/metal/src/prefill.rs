@@ -21,6 +21,8 @@ use crate::trace::{Marks, Normed, Views};
 pub(crate) const MANY: usize = 8;
 /// Most tokens at once: with 256 experts, of which a token has eight, each expert has 64 of 2048 on average, a full tile.
 const MOST_TOKENS: usize = 2048;
+/// Tokens whose logits one command buffer makes: at the sizes of the full model as much arithmetic as the experts of 2048 tokens.
+const HEAD_TOKENS: usize = 128;
 
 /// Tokens on their way through the model.
 #[derive(Clone, Copy, Debug)]
@@ -157,10 +159,16 @@ impl<'a> Prefill<'a> {
         plan.kernels.head.encode(&mut self.pass, &plan.head, stream, logits, candidates, limit);
     }
 
-    /// The logits of all `count` tokens, `[count, vocab]` f32.
+    /// The logits of all `count` tokens, `[count, vocab]` f32, in several command buffers.
     pub(crate) fn all_logits(&mut self, count: usize, logits: Slice) {
-        let PrefillPlan { kernels, scratch, .. } = &self.plan.prefill;
-        kernels.head.encode(&mut self.pass, &self.plan.head, scratch.stream.normed, logits, count);
+        let (shape, PrefillPlan { kernels, scratch, .. }) = (&self.plan.shape, &self.plan.prefill);
+        for first in (0..count).step_by(HEAD_TOKENS) {
+            let tokens = HEAD_TOKENS.min(count - first);
+            let rows = |all: Slice, width: usize| all.part(4 * first * width, 4 * tokens * width);
+            let (x, logits) = (rows(scratch.stream.normed, shape.hidden), rows(logits, shape.vocab));
+            self.pass.cut();
+            kernels.head.encode(&mut self.pass, &self.plan.head, x, logits, tokens);
+        }
     }
 
     /// The id of the highest logit to `token`, `[1]` u32.

@@ -105,11 +105,11 @@ struct ExpertTile {
   uint unused;
 };
 
-// Row of W that a thread brings where 32 gate rows and their up rows share a tile: gate rows begin at `gate_row`, OUTPUTS / 2
-// before the up rows.
-inline uint gate_up_row(uint gate_row, uint tile, uint own) {
+// Row of W that a thread brings where 32 gate rows and their up rows share a tile: gate rows begin at `gate_row`, up rows
+// `up_after` rows behind them.
+inline uint gate_up_row(uint gate_row, uint up_after, uint tile, uint own) {
   const uint half_tile = TILE_OUTPUTS / 2;
-  return gate_row + tile * half_tile + own % half_tile + (own < half_tile ? 0 : OUTPUTS / 2);
+  return gate_row + tile * half_tile + own % half_tile + (own < half_tile ? 0 : up_after);
 }
 
 // silu(gate) * up of a finished tile, to rows `first`, ... of act [.., OUTPUTS / 2].
@@ -123,7 +123,7 @@ inline void store_swiglu(threadgroup const float* shared, uint tile, uint first,
 }
 
 // act = silu(gate x) * (up x) of the experts that were chosen, row by row of the list.
-// codes: [EXPERTS, gate and up, OUTPUTS / 2, INPUTS]; x: [tokens, INPUTS]; pairs: [tokens * EXPERTS_PER_TOKEN];
+// codes: [gate and up, EXPERTS, OUTPUTS / 2, INPUTS]; x: [tokens, INPUTS]; pairs: [tokens * EXPERTS_PER_TOKEN];
 // act: [tokens * EXPERTS_PER_TOKEN, OUTPUTS / 2]
 [[max_total_threads_per_threadgroup(128)]] kernel void gemm_q4_experts_swiglu(
     device const uint4* codes [[buffer(0)]], device const ushort* scales [[buffer(1)]],
@@ -137,7 +137,8 @@ inline void store_swiglu(threadgroup const float* shared, uint tile, uint first,
   const uint thread_index = simd * LANES + lane, own = thread_index / 2;
   const Matrix m = {codes, scales, biases, INPUTS};
   const uint token = pairs[tile.first + min(own, tile.rows - 1)] / EXPERTS_PER_TOKEN;
-  multiply_tile<4>(m, x + token * INPUTS, gate_up_row(tile.expert * OUTPUTS, group.x, own), tile.rows, simd, lane, shared);
+  const uint w_row = gate_up_row(tile.expert * (OUTPUTS / 2), EXPERTS * (OUTPUTS / 2), group.x, own);
+  multiply_tile<4>(m, x + token * INPUTS, w_row, tile.rows, simd, lane, shared);
   store_swiglu(shared, group.x, tile.first, tile.rows, act, thread_index);
 }
 
@@ -179,6 +180,6 @@ struct SharedSpan {
   const uint thread_index = simd * LANES + lane, own = thread_index / 2, first = group.y * TILE_ROWS;
   const uint rows = plain_rows(group.y, span.tokens);
   const Matrix m = {codes, scales, biases, INPUTS};
-  multiply_tile<4>(m, x + (first + own) * INPUTS, gate_up_row(span.gate_row, group.x, own), rows, simd, lane, shared);
+  multiply_tile<4>(m, x + (first + own) * INPUTS, gate_up_row(span.gate_row, OUTPUTS / 2, group.x, own), rows, simd, lane, shared);
   store_swiglu(shared, group.x, first, rows, act, thread_index);
 }

@@ -8,7 +8,7 @@ use lily_backend::Backend;
 use lily_backend::conformance::Subject;
 use lily_metal_emu as emu;
 use lily_metal_emu::nvidia::{self, Address, Nvidia};
-use lily_model::{Checkpoint, Shape};
+use lily_model::{Checkpoint, MappedFile, Shape};
 use lily_reference::golden::{Goldens, compare_logits, tiny_checkpoint};
 use lily_reference::{Logits, Reference};
 
@@ -103,12 +103,20 @@ impl Gpu for OnNvidia {
         8 << 30
     }
 
+    fn machine_bytes(&self) -> usize {
+        16 << 30
+    }
+
     fn buffer(&mut self, bytes: usize, _what: &str) -> lily_backend::Result<Buffer> {
         let address = self.gpu.allocate(bytes).map_err(device_error)?;
         let id = self.next_buffer;
         self.next_buffer += 1;
         self.buffers.insert(id, (address, bytes));
         Ok(Buffer(id))
+    }
+
+    fn map(&mut self, _file: &MappedFile) -> lily_backend::Result<Option<Buffer>> {
+        Ok(None)
     }
 
     fn free(&mut self, buffer: Buffer) {
@@ -184,6 +192,10 @@ impl Gpu for Compiling {
         0
     }
 
+    fn machine_bytes(&self) -> usize {
+        0
+    }
+
     fn buffer(&mut self, _bytes: usize, _what: &str) -> lily_backend::Result<Buffer> {
         Err(device_error("nothing is run"))
     }
@@ -191,6 +203,10 @@ impl Gpu for Compiling {
     fn pipeline(&mut self, source: &Source, _spec: &KernelSpec<'_>) -> lily_backend::Result<Pipeline> {
         nvidia::compile(&folder(), source.name, &source.text, language(source.language)).map_err(device_error)?;
         Ok(Pipeline(0))
+    }
+
+    fn map(&mut self, _file: &MappedFile) -> lily_backend::Result<Option<Buffer>> {
+        Ok(None)
     }
 
     fn free(&mut self, _buffer: Buffer) {}
@@ -302,5 +318,6 @@ lily_backend::conformance_suite! {
             Box::new(load_on(OnNvidia::new(true), &checkpoint, KvDtype::Bf16))
         },
         budget: 2e-3,
+        experts_per_token: 2,
     };
 }
