@@ -57,7 +57,7 @@ impl Whole {
         body["stream"] = true.into();
         let response = self.router.clone().oneshot(post(path, body.to_string())).await.unwrap();
         assert_eq!(response.status(), StatusCode::OK);
-        events(&String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap())
+        events(std::str::from_utf8(&response.into_body().collect().await.unwrap().to_bytes()).unwrap())
     }
 
     /// Reasoning, content, calls (name and arguments) and the reason, which a stream has to give like a whole answer.
