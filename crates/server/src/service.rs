@@ -2,7 +2,7 @@
 //!
 //! The engine lives on a thread of its own, because the device is driven by blocking calls. Requests go there through a channel; the
 //! events of each come back through one of its own and are made an answer in a task of the caller's runtime
-//! ([`crate::answering`]), so that the device never waits for the writing of JSON.
+//! (`answering`), so that the device never waits for the writing of JSON.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
