@@ -23,7 +23,7 @@ pub struct Forward {
 /// Loads the chosen backend with room for the chosen context.
 pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box<dyn Backend>> {
     match args.device.backend {
-        BackendName::Auto => match load_cuda(args, Arc::clone(&checkpoint)) {
+        BackendName::Auto => match load_cuda(args, Arc::clone(&checkpoint), 0) {
             Ok(backend) => Ok(backend),
             Err(reason) => {
                 match reason.downcast_ref() {
@@ -34,7 +34,7 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
                 load(&args.on(BackendName::Cpu), checkpoint)
             }
         },
-        BackendName::Cuda => load_cuda(args, checkpoint),
+        BackendName::Cuda => load_cuda(args, checkpoint, 0),
         BackendName::Cpu => {
             let max_context = context(args, &checkpoint)?;
             let options = LoadOptions {
@@ -63,15 +63,30 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
     }
 }
 
-/// Loads the weights onto the GPU. Its cache is BF16, so one that is asked to be exact is none of its.
-fn load_cuda(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box<dyn Backend>> {
+/// Loads the chosen backend on each of several GPUs, if it has more than one.
+pub fn load_replicas(
+    args: &ModelArgs,
+    checkpoint: &Arc<Checkpoint>,
+    count: usize,
+) -> anyhow::Result<Vec<Box<dyn Backend>>> {
+    if count == 1 {
+        return Ok(vec![load(args, Arc::clone(checkpoint))?]);
+    }
+    if !matches!(args.device.backend, BackendName::Auto | BackendName::Cuda) {
+        return Err(Usage(format!("--replicas {count}: only NVIDIA GPUs can be several; leave it out")).into());
+    }
+    (0..count).map(|device| load_cuda(args, Arc::clone(checkpoint), device)).collect()
+}
+
+/// Loads the weights onto a GPU. Its cache is BF16, so one that is asked to be exact is none of its.
+fn load_cuda(args: &ModelArgs, checkpoint: Arc<Checkpoint>, device: usize) -> anyhow::Result<Box<dyn Backend>> {
     if args.device.kv == KvType::F32 {
         return Err(Usage("--kv f32: the CUDA backend keeps keys and values in BF16; use --backend cpu".into()).into());
     }
     if args.ctx.is_some() {
         context(args, &checkpoint)?;
     }
-    let options = lily_cuda::LoadOptions { max_context: args.ctx, max_chunk: None };
+    let options = lily_cuda::LoadOptions { device, max_context: args.ctx, max_chunk: None };
     Ok(Box::new(CudaBackend::load(checkpoint, &options)?))
 }
 

@@ -1,6 +1,7 @@
 //! `lily serve`: the model behind HTTP.
 
 use std::net::IpAddr;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,8 +11,10 @@ use clap::Args;
 use lily_backend::{Backend, Caps};
 use lily_engine::{Engine, EngineOptions, SessionOptions, StoreOptions, TextModel};
 use lily_model::Checkpoint;
+use lily_server::replicas::Replicas;
 use lily_server::script::{Script, ScriptBackend};
-use lily_server::service::{Service, ServiceSettings};
+use lily_server::service::ServiceSettings;
+use lily_server::turns::Turns;
 use lily_server::{Origins, Router, Settings, life};
 use tokio::net::TcpListener;
 
@@ -84,51 +87,84 @@ pub struct ServeArgs {
     /// Replay outputs from this file instead of running a model; see docs/server.md.
     #[arg(long, value_name = "FILE", conflicts_with = "model")]
     script: Option<PathBuf>,
+    /// GPUs to put the model on, each for itself; a conversation stays on the one that has it cached.
+    #[arg(long, value_name = "N", default_value = "1")]
+    replicas: NonZeroUsize,
     #[command(flatten)]
     model: ModelArgs,
 }
 
 /// Runs the command until it is told to stop.
 pub fn serve(args: &ServeArgs) -> anyhow::Result<()> {
-    let (checkpoint, backend, model) = load(args)?;
-    let text = Arc::new(TextModel::load(&checkpoint.source, &checkpoint.config)?);
-    let options = options(args, backend.as_ref(), &checkpoint)?;
-    let caps = backend.caps().clone();
-    let memory = options.sessions.memory;
-    let engine = Engine::with_options(backend, text, options)
-        .with_context(|| format!("cannot use {}", args.cache_dir.as_deref().unwrap_or(".".as_ref()).display()))?;
+    // Before the model is loaded, which may take long.
+    let listener = std::net::TcpListener::bind((args.host, args.port)).with_context(|| {
+        format!("cannot listen on {}:{}: is another server running there? --port chooses another", args.host, args.port)
+    })?;
+    listener.set_nonblocking(true)?;
+    let origins = origins(&args.cors)?;
     if let Some(folder) = &args.trace_dir {
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
+    let (checkpoint, backends, model) = load(args)?;
+    let text = Arc::new(TextModel::load(&checkpoint.source, &checkpoint.config)?);
+    let caps = backends[0].caps().clone();
+    let memory = options(args, backends[0].as_ref(), &checkpoint, 0)?.sessions.memory;
+    let engines = backends.into_iter().enumerate().map(|(index, backend)| {
+        let options = options(args, backend.as_ref(), &checkpoint, index)?;
+        let folder = args.cache_dir.as_deref().unwrap_or(".".as_ref()).display();
+        Engine::with_options(backend, Arc::clone(&text), options).with_context(|| format!("cannot use {folder}"))
+    });
+    let engines: Vec<Engine> = engines.collect::<anyhow::Result<_>>()?;
     let settings = ServiceSettings {
         model: args.name.clone().unwrap_or(model),
         turn_limit: args.timeout.map(Duration::from_secs),
         trace_dir: args.trace_dir.clone(),
         ..ServiceSettings::default()
     };
-    let service = Arc::new(Service::start(engine, settings)?);
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(listen(args, service, &caps, memory))
+    let turns: Arc<dyn Turns> = Arc::new(Replicas::start(engines, &settings)?);
+    let settings =
+        Settings { api_key: args.api_key.clone(), body_limit_bytes: args.body_limit, origins, ..Settings::default() };
+    let router = lily_server::router(Arc::clone(&turns), settings, Router::new());
+    let memory = memory.map_or(String::new(), |most| format!(", {} for conversations", bytes(most)));
+    eprintln!("lily: {}, context {} tokens{memory}", caps.name, grouped(caps.max_context));
+    eprintln!(
+        "lily: http://{} is ready, OpenAI's API at /v1, Anthropic's at /; Ctrl-C stops it",
+        listener.local_addr()?
+    );
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(async {
+        let listener = TcpListener::from_std(listener)?;
+        Ok(life::serve(turns, router, listener, Duration::from_secs(args.grace), told_to_stop()).await?)
+    })
 }
 
-/// The checkpoint, the device and the name of the model.
-fn load(args: &ServeArgs) -> anyhow::Result<(Arc<Checkpoint>, Box<dyn Backend>, String)> {
+/// The checkpoint, a backend for each replica, and the name of the model.
+fn load(args: &ServeArgs) -> anyhow::Result<(Arc<Checkpoint>, Vec<Box<dyn Backend>>, String)> {
+    let count = args.replicas.get();
     if let Some(file) = &args.script {
         let checkpoint = Arc::new(checkpoint::demo()?);
-        let text = TextModel::load(&checkpoint.source, &checkpoint.config)?;
+        let text = Arc::new(TextModel::load(&checkpoint.source, &checkpoint.config)?);
         let script = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-        let script = Script::parse(&script).map_err(|e| Usage(format!("{}: {e}", file.display())))?;
-        let caps = ScriptBackend::caps(&text);
-        let backend =
-            ScriptBackend::new(script, Arc::new(text), caps).map_err(|e| Usage(format!("{}: {e}", file.display())))?;
-        return Ok((checkpoint, Box::new(backend), "script".into()));
+        let wrong = |error| Usage(format!("{}: {error}", file.display()));
+        let script = Script::parse(&script).map_err(wrong)?;
+        let backend = || -> anyhow::Result<Box<dyn Backend>> {
+            let caps = ScriptBackend::caps(&text);
+            Ok(Box::new(ScriptBackend::new(script.clone(), Arc::clone(&text), caps).map_err(wrong)?))
+        };
+        let backends = std::iter::repeat_with(backend).take(count).collect::<anyhow::Result<_>>()?;
+        return Ok((checkpoint, backends, "script".into()));
     }
     let checkpoint = Arc::new(checkpoint::open(args.model.model.as_deref())?);
-    let backend = devices::load(&args.model, Arc::clone(&checkpoint))?;
+    let backends = devices::load_replicas(&args.model, &checkpoint, count)?;
     let name = checkpoint::name(&checkpoint);
-    Ok((checkpoint, backend, name))
+    Ok((checkpoint, backends, name))
 }
 
-fn options(args: &ServeArgs, backend: &dyn Backend, checkpoint: &Checkpoint) -> anyhow::Result<EngineOptions> {
+fn options(
+    args: &ServeArgs,
+    backend: &dyn Backend,
+    checkpoint: &Checkpoint,
+    replica: usize,
+) -> anyhow::Result<EngineOptions> {
     let Caps { overlaps, max_rows, .. } = *backend.caps();
     let by_device = |values: [usize; 2]| if overlaps { values[0] } else { values[1] };
     let running = args.parallel.unwrap_or_else(|| by_device(RUNNING).min(max_rows));
@@ -138,8 +174,8 @@ fn options(args: &ServeArgs, backend: &dyn Backend, checkpoint: &Checkpoint) -> 
     // Another checkpoint's sessions are of no use, and are left alone.
     let fingerprint = lily_backend::export::fingerprint(checkpoint, "");
     let store = args.cache_dir.as_ref().map(|folder| StoreOptions {
-        folder: folder.join(format!("{fingerprint:016x}")),
-        bytes: args.cache_disk as u64,
+        folder: folder.join(format!("{fingerprint:016x}-{replica}")),
+        bytes: args.cache_disk as u64 / args.replicas.get() as u64,
     });
     Ok(EngineOptions {
         running,
@@ -153,25 +189,6 @@ fn options(args: &ServeArgs, backend: &dyn Backend, checkpoint: &Checkpoint) -> 
         },
         ..EngineOptions::single()
     })
-}
-
-async fn listen(args: &ServeArgs, service: Arc<Service>, caps: &Caps, memory: Option<usize>) -> anyhow::Result<()> {
-    let listener = TcpListener::bind((args.host, args.port)).await.with_context(|| {
-        format!("cannot listen on {}:{}: is another server running there? --port chooses another", args.host, args.port)
-    })?;
-    let address = listener.local_addr()?;
-    let settings = Settings {
-        api_key: args.api_key.clone(),
-        body_limit_bytes: args.body_limit,
-        origins: origins(&args.cors)?,
-        ..Settings::default()
-    };
-    let router = lily_server::router(Arc::clone(&service) as Arc<_>, settings, Router::new());
-    let memory = memory.map_or(String::new(), |most| format!(", {} for conversations", bytes(most)));
-    eprintln!("lily: {}, context {} tokens{memory}", caps.name, grouped(caps.max_context));
-    eprintln!("lily: http://{address} is ready, OpenAI's API at /v1, Anthropic's at /; Ctrl-C stops it");
-    life::serve(service, router, listener, Duration::from_secs(args.grace), told_to_stop()).await?;
-    Ok(())
 }
 
 fn origins(listed: &[String]) -> anyhow::Result<Origins> {

@@ -82,8 +82,8 @@ pub(crate) struct Device {
 unsafe impl Send for Device {}
 
 impl Device {
-    /// Opens the first device of the machine.
-    pub(crate) fn open() -> Result<Device> {
+    /// Opens a device of the machine, counted from 0.
+    pub(crate) fn open(index: usize) -> Result<Device> {
         probe_driver()?;
         driver!(cuInit(0)).map_err(|e| unavailable(format!("the driver does not start: {e}")))?;
         let mut count = 0;
@@ -91,8 +91,12 @@ impl Device {
         if count == 0 {
             return Err(unavailable("the driver finds no NVIDIA GPU"));
         }
+        let index = i32::try_from(index).ok().filter(|index| *index < count);
+        let Some(index) = index else {
+            return Err(unavailable(format!("the driver finds {count} NVIDIA GPUs, and one more was asked for")));
+        };
         let mut device = 0;
-        driver!(cuDeviceGet(&raw mut device, 0))?;
+        driver!(cuDeviceGet(&raw mut device, index))?;
         let attribute = |attribute| {
             let mut value = 0;
             driver!(cuDeviceGetAttribute(&raw mut value, attribute, device)).map(|()| value.unsigned_abs())

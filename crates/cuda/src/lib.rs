@@ -52,6 +52,8 @@ use step::{CheckedRow, Pending, RowResult};
 /// How to load.
 #[derive(Clone, Debug, Default)]
 pub struct LoadOptions {
+    /// Which GPU of the machine, counted from 0.
+    pub device: usize,
     /// Longest context of a state in tokens; `None`: what the memory allows, at most what the model was trained for.
     pub max_context: Option<usize>,
     /// Most tokens of a prefill chunk; `None`: 4096, or fewer where their activations would take more than a quarter of the
@@ -102,18 +104,18 @@ pub struct CudaBackend {
 
 /// Whether there is a GPU that this backend runs on: its name, or the reason why not.
 pub fn probe() -> Result<String> {
-    Device::open().map(|device| device.name.clone())
+    Device::open(0).map(|device| device.name.clone())
 }
 
 impl CudaBackend {
-    /// Opens the first GPU, compiles or finds the kernels, and puts the weights there.
+    /// Opens a GPU, compiles or finds the kernels, and puts the weights there.
     ///
     /// Fails with [`Error::Unavailable`] without driver, GPU or kernels, or if the checkpoint's sizes are none that the kernels
     /// have; with [`Error::OutOfMemory`] if the weights do not fit.
     pub fn load(checkpoint: Arc<Checkpoint>, options: &LoadOptions) -> Result<CudaBackend> {
         let shape = checkpoint.config.shape.clone();
         plan::check(&shape, &checkpoint.weights)?;
-        let device = Device::open()?;
+        let device = Device::open(options.device)?;
         let (needed, available) = (plan::weight_bytes(&checkpoint.weights), device.free_memory()?);
         if needed > available {
             return Err(Error::OutOfMemory { what: format!("the weights on {}", device.name), needed, available });

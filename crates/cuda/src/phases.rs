@@ -21,7 +21,7 @@ fn phases_of_a_token() {
     let shape = Shape { layers: LAYERS, vocab: 32_000, ..Shape::QWEN36 };
     let source = lily_synth::in_memory("random weights", &shape, 1).unwrap();
     let checkpoint = Arc::new(Checkpoint::load(source).unwrap());
-    let options = LoadOptions { max_context: Some(CONTEXT + 8), max_chunk: Some(CONTEXT) };
+    let options = LoadOptions { max_context: Some(CONTEXT + 8), max_chunk: Some(CONTEXT), ..LoadOptions::default() };
     let mut backend = CudaBackend::load(checkpoint, &options).unwrap();
     let state = backend.new_state(CONTEXT + 8).unwrap();
     for ids in [vec![7; CONTEXT], vec![8]] {

@@ -10,7 +10,7 @@ use lily_reference::golden::tiny_checkpoint;
 
 fn load() -> Box<dyn Backend> {
     let checkpoint = Arc::new(Checkpoint::open(tiny_checkpoint()).expect("the tiny checkpoint"));
-    let options = LoadOptions { max_context: Some(1024), max_chunk: Some(128) };
+    let options = LoadOptions { max_context: Some(1024), max_chunk: Some(128), ..LoadOptions::default() };
     Box::new(CudaBackend::load(checkpoint, &options).expect("loaded"))
 }
 

@@ -9,7 +9,7 @@ use lily_reference::golden::{Goldens, tiny_checkpoint, wide_checkpoint};
 
 fn load(directory: std::path::PathBuf) -> CudaBackend {
     let checkpoint = Arc::new(Checkpoint::open(directory).expect("a checkpoint"));
-    let options = LoadOptions { max_context: Some(2048), max_chunk: Some(512) };
+    let options = LoadOptions { max_context: Some(2048), max_chunk: Some(512), ..LoadOptions::default() };
     CudaBackend::load(checkpoint, &options).expect("loaded")
 }
 

@@ -42,7 +42,7 @@ fn checkpoint(shape: &Shape) -> Arc<Checkpoint> {
 }
 
 fn load(checkpoint: &Arc<Checkpoint>, max_context: usize) -> CudaBackend {
-    let options = LoadOptions { max_context: Some(max_context), max_chunk: Some(512) };
+    let options = LoadOptions { max_context: Some(max_context), max_chunk: Some(512), ..LoadOptions::default() };
     CudaBackend::load(Arc::clone(checkpoint), &options).expect("loaded")
 }
 

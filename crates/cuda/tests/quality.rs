@@ -93,7 +93,7 @@ fn held_out_text_is_as_likely_as_the_reference_says() {
     let vocab = checkpoint.config.shape.vocab;
     let documents = documents();
     let expected = expected(&checkpoint, &documents);
-    let options = LoadOptions { max_context: Some(DOCUMENT), max_chunk: Some(512) };
+    let options = LoadOptions { max_context: Some(DOCUMENT), max_chunk: Some(512), ..LoadOptions::default() };
     let mut backend = CudaBackend::load(Arc::clone(&checkpoint), &options).expect("loaded");
     for chunk in [512, 1] {
         let mut got = Vec::new();

@@ -61,7 +61,7 @@ fn steps(backend: &mut CudaBackend, states: &[StateId], prompts: &[Vec<u32>], to
 fn rows_are_the_same_together(shape: &Shape, counts: &[usize]) {
     let source = lily_synth::in_memory("random weights", shape, 4).expect("weights");
     let checkpoint = Arc::new(Checkpoint::load(source).expect("a checkpoint"));
-    let options = LoadOptions { max_context: Some(CONTEXT), max_chunk: Some(128) };
+    let options = LoadOptions { max_context: Some(CONTEXT), max_chunk: Some(128), ..LoadOptions::default() };
     let mut backend = CudaBackend::load(checkpoint, &options).expect("loaded");
     let most = counts.iter().copied().max().unwrap_or(0);
     let prompts: Vec<Vec<u32>> =
