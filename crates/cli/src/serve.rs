@@ -12,7 +12,7 @@ use lily_engine::{Engine, EngineOptions, SessionOptions, StoreOptions, TextModel
 use lily_model::Checkpoint;
 use lily_server::script::{Script, ScriptBackend};
 use lily_server::service::{Service, ServiceSettings};
-use lily_server::{Origins, Router, Settings, life};
+use lily_server::{Origins, Settings, life, page};
 use tokio::net::TcpListener;
 
 use crate::args::ModelArgs;
@@ -166,10 +166,10 @@ async fn listen(args: &ServeArgs, service: Arc<Service>, caps: &Caps, memory: Op
         origins: origins(&args.cors)?,
         ..Settings::default()
     };
-    let router = lily_server::router(Arc::clone(&service) as Arc<_>, settings, Router::new());
+    let router = lily_server::router(Arc::clone(&service) as Arc<_>, settings, page::routes());
     let memory = memory.map_or(String::new(), |most| format!(", {} for conversations", bytes(most)));
     eprintln!("lily: {}, context {} tokens{memory}", caps.name, grouped(caps.max_context));
-    eprintln!("lily: http://{address} is ready, OpenAI's API at /v1, Anthropic's at /; Ctrl-C stops it");
+    eprintln!("lily: http://{address} is ready: a page to chat, OpenAI's API at /v1, Anthropic's at /v1/messages; Ctrl-C stops it");
     life::serve(service, router, listener, Duration::from_secs(args.grace), told_to_stop()).await?;
     Ok(())
 }
