@@ -193,8 +193,9 @@ def edited_messages_are_sent_again(browser, pictures):
     browser.until(f"document.querySelectorAll('.assistant').length == 1 && {IDLE} && {LAST}.innerText.includes('shall we do?')")
     assert contents(browser.requests[-1]) == ["Good morning"], browser.requests[-1]
     sent = len(browser.requests)
+    browser.get(f"{LAST}.old = true")
     browser.click(".assistant:last-child .actions button:nth-child(2)")
-    browser.until(f"document.querySelectorAll('.assistant').length == 1 && {IDLE} && {LAST}.innerText.includes('shall we do?')")
+    browser.until(f"{IDLE} && !{LAST}?.old && {LAST}?.innerText.includes('shall we do?')")
     assert contents(browser.requests[-1]) == ["Good morning"] and len(browser.requests) == sent + 1
 
 
@@ -234,11 +235,11 @@ def settings_reach_the_request(browser, pictures):
     say(browser, "Hi")
     browser.until("document.querySelector('#notice').innerText.includes('temperature: found 5')")
     browser.click("#open-settings")
-    browser.click("#reset")
+    browser.click("#empty-all")
     browser.click("#settings [type=submit]")
     browser.click("#thinking")
     browser.click("#again")
-    browser.until(IDLE)
+    browser.until(f"{IDLE} && {LAST}?.innerText.includes('The second answer.')")
     assert not values.keys() & browser.requests[-1].keys(), browser.requests[-1]
 
 

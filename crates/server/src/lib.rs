@@ -17,6 +17,7 @@ mod ids;
 pub mod life;
 mod metrics;
 pub mod page;
+pub mod replicas;
 pub mod script;
 pub mod service;
 pub mod sse;

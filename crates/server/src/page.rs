@@ -36,7 +36,9 @@ const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; i
 
 /// The page at `/` and its files.
 pub fn routes() -> Router {
-    let add = |router: Router, file: File| router.route(file.path, get(move |headers| async move { file.serve(&headers) }));
+    let add = |router: Router, file: File| {
+        router.route(file.path, get(move |headers: HeaderMap| async move { file.serve(&headers) }))
+    };
     FILES.into_iter().fold(Router::new(), add).method_not_allowed_fallback(errors::wrong_method)
 }
 
@@ -47,7 +49,7 @@ impl File {
         let headers = [
             (header::CONTENT_TYPE, self.content_type),
             (header::CACHE_CONTROL, "no-cache"),
-            (header::ETAG, &tag),
+            (header::ETAG, tag.as_str()),
             (header::CONTENT_SECURITY_POLICY, POLICY),
             (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
             (header::REFERRER_POLICY, "no-referrer"),
@@ -57,7 +59,11 @@ impl File {
             let known = known.to_str().unwrap_or_default();
             known.split(',').any(|known| known.trim().trim_start_matches("W/") == tag)
         });
-        if is_known { (StatusCode::NOT_MODIFIED, headers).into_response() } else { (headers, self.text).into_response() }
+        if is_known {
+            (StatusCode::NOT_MODIFIED, headers).into_response()
+        } else {
+            (headers, self.text).into_response()
+        }
     }
 
     fn tag(self) -> String {

@@ -64,10 +64,10 @@ pub struct Service {
 pub(crate) struct Shared {
     pub(crate) text: Arc<TextModel>,
     pub(crate) settings: ServiceSettings,
-    pub(crate) metrics: Metrics,
+    pub(crate) metrics: Arc<Metrics>,
     grammars: OnceLock<Result<Grammars, String>>,
     draining: AtomicBool,
-    /// Failures of the device since it last worked.
+    /// Failures of the device since it last finished an answer.
     failures: AtomicUsize,
     status: Mutex<EngineStatus>,
     /// Turns that were accepted and are not over.
@@ -90,12 +90,21 @@ impl Service {
     /// # Errors
     /// If the system gives no thread.
     pub fn start(engine: Engine, settings: ServiceSettings) -> std::io::Result<Service> {
+        Service::start_with(engine, settings, Arc::new(Metrics::new()))
+    }
+
+    /// Likewise, with counters that others share.
+    pub(crate) fn start_with(
+        engine: Engine,
+        settings: ServiceSettings,
+        metrics: Arc<Metrics>,
+    ) -> std::io::Result<Service> {
         let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
         let model = ModelInfo { id: settings.model.clone(), created, context_tokens: engine.caps().max_context };
         let shared = Arc::new(Shared {
             text: Arc::clone(engine.text()),
             settings,
-            metrics: Metrics::new(),
+            metrics,
             grammars: OnceLock::new(),
             draining: AtomicBool::new(false),
             failures: AtomicUsize::new(0),
@@ -106,6 +115,11 @@ impl Service {
         let own = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || run(engine, &received, &own))?;
         Ok(Service { shared, model, commands: Mutex::new(commands), thread: Mutex::new(Some(thread)) })
+    }
+
+    /// What the engine is doing.
+    pub(crate) fn status(&self) -> EngineStatus {
+        *self.shared.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn submit(&self, prepared: &mut Prepared) -> Result<EngineEvents, TurnError> {
@@ -191,8 +205,7 @@ impl Turns for Service {
     }
 
     fn metrics(&self) -> String {
-        let status = *self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
-        self.shared.metrics.text(&status)
+        self.shared.metrics.text(&self.status())
     }
 }
 
@@ -258,7 +271,7 @@ fn step(engine: &mut Engine, listeners: &mut Listeners, shared: &Shared) {
     });
     for (id, event) in events {
         match &event {
-            Ok(Event::Token(_)) => shared.failures.store(0, Ordering::Relaxed),
+            Ok(Event::Finished(_)) => shared.failures.store(0, Ordering::Relaxed),
             Err(EngineError::Backend(_)) => {
                 shared.failures.fetch_add(1, Ordering::Relaxed);
             }

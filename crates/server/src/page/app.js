@@ -165,7 +165,7 @@ function showContext() {
   find('context').hidden = !contextTokens || !used;
   if (!contextTokens) return;
   find('count').textContent = `${grouped(used)} of ${grouped(contextTokens)} tokens`;
-  find('fill').style.width = `${Math.min(100, Math.max(1, 100 * used / contextTokens))}%`;
+  find('fill').style.width = `${Math.min(100, 100 * used / contextTokens)}%`;
 }
 
 // ---- The page
@@ -243,16 +243,21 @@ function answerView(message, isNew = false) {
 
 const quiet = (text, onclick) => element('button', { type: 'button', className: 'quiet', onclick }, text);
 
+const box = find('scroll');
+// Whether the end of the chat is in view, as the user last left it.
+let isDown = true;
+box.onscroll = () => { isDown = box.scrollHeight - box.scrollTop - box.clientHeight < 60; };
+// The keyboard of a phone takes room.
+new ResizeObserver(() => keepDown(() => {})).observe(box);
+
 /** Changes the page; if its end was in view, it stays so. */
 function keepDown(change) {
-  const box = find('scroll');
-  const wasDown = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
   change();
-  if (wasDown) scrollDown();
+  if (isDown) scrollDown();
 }
 
 function scrollDown() {
-  find('scroll').scrollTop = find('scroll').scrollHeight;
+  box.scrollTop = box.scrollHeight;
 }
 
 function fit(text) {
@@ -373,7 +378,7 @@ form.onsubmit = (event) => {
   event.preventDefault();
   find('settings').close();
 };
-find('reset').onclick = () => {
+find('empty-all').onclick = () => {
   form.reset();
   form.oninput();
 };

@@ -5,4 +5,5 @@ mod chat;
 mod completions;
 mod http;
 mod laws;
+mod page;
 mod responses;
