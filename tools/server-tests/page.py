@@ -324,7 +324,7 @@ def a_dead_server_is_told(browser, program, pictures):
     browser.until("document.querySelector('#notice').innerText.includes('broke off before')")
     browser.click("#new-chat")
     say(browser, "Hi")
-    browser.until("document.querySelector('#notice').innerText.includes('cannot be reached. Is `lily serve` still running?')")
+    browser.until("document.querySelector('#notice').innerText.includes('cannot be reached. Is “lily serve” still running?')")
     pictures.take("gone")
     with serving(program, port=server.port):
         browser.click("#again")

@@ -69,14 +69,14 @@ async function ask(path, options) {
   return response;
 }
 
-const gone = (title) => new Failure(title, 'Is `lily serve` still running? Start it again if it is not; nothing of this chat is lost.');
+const gone = (title) => new Failure(title, 'Is “lily serve” still running? Start it again if it is not; nothing of this chat is lost.');
 
 async function refusal(response, key) {
   const error = (await response.json().catch(() => ({}))).error ?? {};
   const said = sentence(error.message ?? `The server answered with status ${response.status}`);
   const waitSeconds = Number(response.headers.get('Retry-After')) || 5;
   if (response.status === 401) {
-    return new Failure('The server asks for its API key.', 'It is what `--api-key` or LILY_API_KEY was when the server was started.',
+    return new Failure('The server asks for its API key.', 'It is what --api-key or LILY_API_KEY was when the server was started.',
       { wantsKey: true, hadKey: Boolean(key) });
   }
   if (response.status === 429) return new Failure('The server is busy with other requests.', '', { waitSeconds });

@@ -186,17 +186,22 @@ function userView(message, index) {
   root.append(element('h2', { className: 'for-readers' }, 'You'), element('p', { className: 'bubble' }, message.content), actions);
   return root;
 
+  function cancel() {
+    draw();
+    draft.focus();
+  }
+
   function edit() {
     const text = element('textarea', { value: message.content, ariaLabel: 'Edited message', enterKeyHint: 'send' });
     const form = element('form', { className: 'bubble' }, text, element('div', { className: 'buttons' },
-      element('button', { type: 'button', onclick: draw }, 'Cancel'),
+      element('button', { type: 'button', onclick: cancel }, 'Cancel'),
       element('button', { className: 'main' }, 'Send')));
     form.onsubmit = (event) => {
       event.preventDefault();
       if (text.value.trim()) send(text.value.trim(), index);
     };
     text.onkeydown = (event) => {
-      if (event.key === 'Escape' && !running) draw();
+      if (event.key === 'Escape' && !running) cancel();
       sendOnEnter(event);
     };
     text.oninput = () => fit(text);
@@ -223,6 +228,7 @@ function answerView(message, isNew = false) {
     cancelAnimationFrame(frame);
     frame = 0;
     const isThinking = isRunning && !message.content;
+    root.classList.toggle('thinking', isThinking);
     details.hidden = !message.reasoning;
     summary.textContent = isThinking ? 'Thinking …' : 'Thought';
     if (wasThinking && message.content) details.open = false;
