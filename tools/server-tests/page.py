@@ -80,6 +80,52 @@ SCRIPT = [
     {"output": "The third answer."},
 ]
 
+# What each text becomes; of code blocks only the code.
+MARKDOWN = {
+    "one\ntwo": "<p>one\ntwo</p>",
+    "2 * 3 * 4, snake_case_name, a\\*b": "<p>2 * 3 * 4, snake_case_name, a*b</p>",
+    "**a `**` b** and ***c***": "<p><strong>a <code>**</code> b</strong> and <strong><em>c</em></strong></p>",
+    "- a\n\n- b\n## Next\ntext": "<ul><li>a</li><li>b</li></ul><h4>Next</h4><p>text</p>",
+    "3. a\n   - b\n   - c\n4. d": '<ol start="3"><li>a<ul><li>b</li><li>c</li></ul></li><li>d</li></ol>',
+    "1. a\n   ```\n   x\n\n     y\n   ```\n2. b": '<ol start="1"><li>a<pre>x\n\n  y</pre></li><li>b</li></ol>',
+    "a\n```js\nlet x = `1`;": "<p>a</p><pre>let x = `1`;</pre>",
+    "````\n```\n````\nb": "<pre>```</pre><p>b</p>",
+    "---\n* a": "<hr><ul><li>a</li></ul>",
+    "| a | b |\n|---|:-:|\n| 1 | `2` |": "<div><table><thead><tr><th>a</th><th>b</th></tr></thead>"
+                                          "<tbody><tr><td>1</td><td><code>2</code></td></tr></tbody></table></div>",
+    "see (https://example.org/a_b). [x](file:///etc)":
+        '<p>see (<a href="https://example.org/a_b">https://example.org/a_b</a>). [x](file:///etc)</p>',
+    "&lt; <br>": "<p>&amp;lt; &lt;br&gt;</p>",
+}
+
+READ_MARKDOWN = """(async (text) => {
+    const { Markdown } = await import('/page/markdown.js');
+    const root = document.createElement('div');
+    new Markdown(root).show(text);
+    for (const figure of root.querySelectorAll('figure')) {
+        const code = document.createElement('pre');
+        code.textContent = figure.querySelector('code').textContent;
+        figure.replaceWith(code);
+    }
+    for (const name of ['target', 'rel', 'tabindex', 'class']) {
+        for (const node of root.querySelectorAll(`[${name}]`)) node.removeAttribute(name);
+    }
+    return root.innerHTML;
+})"""
+
+STREAM_MARKDOWN = """(async (text) => {
+    const { Markdown } = await import('/page/markdown.js');
+    const [streamed, whole] = [document.createElement('div'), document.createElement('div')];
+    const stream = new Markdown(streamed);
+    for (let end = 0; end <= text.length; end += 1) {
+        whole.replaceChildren();
+        new Markdown(whole).show(text.slice(0, end));
+        stream.show(text.slice(0, end));
+        if (streamed.innerHTML !== whole.innerHTML) return text.slice(0, end);
+    }
+    return null;
+})"""
+
 LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
 IDLE = "!document.body.classList.contains('running')"
 
@@ -278,6 +324,18 @@ def what_a_model_writes_stays_text(browser, pictures):
     assert browser.get("document.querySelector('.user img') ?? window.stolen ?? null") is None
 
 
+def markdown_is_read_as_it_is_meant(browser, pictures):
+    for text, expected in MARKDOWN.items():
+        shown = browser.get(f"{READ_MARKDOWN}({json.dumps(text)})")
+        assert shown == expected, f"{text!r}\n{shown}\n{expected}"
+
+
+def text_that_grows_is_shown_as_the_whole(browser, pictures):
+    for text in [RICH, HOSTILE, *MARKDOWN]:
+        differs = browser.get(f"{STREAM_MARKDOWN}({json.dumps(text)})")
+        assert differs is None, differs
+
+
 def a_broken_answer_is_told(browser, pictures):
     browser.click("#new-chat")
     say(browser, "This is broken")
@@ -363,7 +421,8 @@ def main():
             browser.until("document.querySelector('#model').innerText == 'script'")
             for law in [
                 an_answer_streams, the_next_turn_comes_from_the_cache, edited_messages_are_sent_again, the_chat_survives_a_reload,
-                settings_reach_the_request, answers_stop, what_a_model_writes_stays_text, a_broken_answer_is_told,
+                settings_reach_the_request, answers_stop, what_a_model_writes_stays_text,
+                markdown_is_read_as_it_is_meant, text_that_grows_is_shown_as_the_whole, a_broken_answer_is_told,
             ]:
                 check(law, browser, pictures)
         for law in [a_key_is_asked_for, a_busy_server_is_waited_for, a_dead_server_is_told]:
