@@ -336,6 +336,13 @@ def text_that_grows_is_shown_as_the_whole(browser, pictures):
         assert differs is None, differs
 
 
+def a_model_that_repeats_itself_is_shown(browser, pictures):
+    for piece in ["**", "`", "` `` ", "[a](", "> ", ">", "_a ", "- ", "```", "| a ", "# ", "http://"]:
+        text = piece * (20_000 // len(piece))
+        # Neither the stack nor the patience of the browser is at its end.
+        assert browser.get(f"{READ_MARKDOWN}({json.dumps(text)})"), piece
+
+
 def a_broken_answer_is_told(browser, pictures):
     browser.click("#new-chat")
     say(browser, "This is broken")
@@ -422,7 +429,8 @@ def main():
             for law in [
                 an_answer_streams, the_next_turn_comes_from_the_cache, edited_messages_are_sent_again, the_chat_survives_a_reload,
                 settings_reach_the_request, answers_stop, what_a_model_writes_stays_text,
-                markdown_is_read_as_it_is_meant, text_that_grows_is_shown_as_the_whole, a_broken_answer_is_told,
+                markdown_is_read_as_it_is_meant, text_that_grows_is_shown_as_the_whole,
+                a_model_that_repeats_itself_is_shown, a_broken_answer_is_told,
             ]:
                 check(law, browser, pictures)
         for law in [a_key_is_asked_for, a_busy_server_is_waited_for, a_dead_server_is_told]:

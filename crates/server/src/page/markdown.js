@@ -11,8 +11,10 @@ export function element(name, properties = {}, ...children) {
 export class Markdown {
   #shown = [];
 
-  constructor(root) {
+  /** `depth` counts the lists and quotes around it. */
+  constructor(root, depth = 0) {
     this.root = root;
+    this.depth = depth;
   }
 
   show(text) {
@@ -20,7 +22,7 @@ export class Markdown {
     let same = 0;
     while (same < blocks.length && blocks[same] === this.#shown[same]) same += 1;
     while (this.root.childNodes.length > same) this.root.lastChild.remove();
-    this.root.append(...blocks.slice(same).map(block));
+    this.root.append(...blocks.slice(same).map((source) => block(source, this.depth)));
     this.#shown = blocks;
   }
 }
@@ -42,7 +44,7 @@ export function copyButton(text) {
   return button;
 }
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
@@ -80,8 +82,11 @@ function split(text) {
 
 const closes = (line, fence) => new RegExp(`^ {0,3}${fence[0]}{${fence.length},}\\s*$`).test(line);
 
+/** Lists and quotes deeper than this stay as they are written: a model that repeats itself nests without end. */
+const DEEPEST = 12;
+
 /** The node of one block. */
-function block(source) {
+function block(source, depth) {
   const lines = source.split('\n');
   const fence = FENCE.exec(lines[0]);
   if (fence) return code(lines, fence);
@@ -89,24 +94,25 @@ function block(source) {
   // The page has the first two levels.
   if (heading) return element(`h${Math.min(heading[1].length + 2, 6)}`, {}, ...inline(heading[2]));
   if (RULE.test(source)) return element('hr');
-  if (ITEM.test(lines[0])) return list(lines);
-  if (lines.every((line) => line.startsWith('>'))) {
+  const nests = depth < DEEPEST;
+  if (nests && ITEM.test(lines[0])) return list(lines, depth + 1);
+  if (nests && lines.every((line) => line.startsWith('>'))) {
     const quote = element('blockquote');
-    new Markdown(quote).show(lines.map((line) => line.replace(/^> ?/, '')).join('\n'));
+    new Markdown(quote, depth + 1).show(lines.map((line) => line.replace(/^> ?/, '')).join('\n'));
     return quote;
   }
   if (lines.length > 1 && lines.every((line) => ROW.test(line)) && /^[\s|:-]+$/.test(lines[1])) return table(lines);
   return element('p', {}, ...inline(source));
 }
 
-function code(lines, [, fence, language]) {
+function code(lines, [, fence, info]) {
   const body = lines.slice(1, lines.length > 1 && closes(lines.at(-1), fence) ? -1 : undefined).join('\n');
-  const head = element('figcaption', {}, element('span', {}, language || 'text'), copyButton(() => body));
+  const head = element('figcaption', {}, element('span', {}, info.trim().split(/\s/)[0] || 'text'), copyButton(() => body));
   return element('figure', {}, head, element('pre', { tabIndex: 0 }, element('code', {}, body)));
 }
 
 /** A list; lines that are indented below an item belong to it. */
-function list(lines) {
+function list(lines, depth) {
   const [, indent, marker] = ITEM.exec(lines[0]);
   const isOrdered = /\d/.test(marker);
   const items = [];
@@ -117,10 +123,10 @@ function list(lines) {
   }
   const node = element(isOrdered ? 'ol' : 'ul', isOrdered ? { start: parseInt(marker, 10) } : {});
   for (const [first, ...rest] of items) {
-    const depth = Math.min(...rest.filter((line) => line.trim()).map((line) => line.search(/\S/)));
+    const margin = Math.min(...rest.filter((line) => line.trim()).map((line) => line.search(/\S/)));
     const entry = element('li', {}, ...inline(first));
     const inner = element('div');
-    new Markdown(inner).show(rest.map((line) => line.slice(Math.min(depth, line.length))).join('\n'));
+    new Markdown(inner, depth).show(rest.map((line) => line.slice(Math.min(margin, line.length))).join('\n'));
     entry.append(...inner.childNodes);
     node.append(entry);
   }
@@ -141,7 +147,7 @@ const INLINE = new RegExp([
   /\*\*(?=\S)((?:`[^`]*`|[^`])+?)(?<=\S)\*\*(?!\*)/, // 4: bold
   /(?<!\*)\*(?=[^\s*])([^*]+?)(?<=\S)\*(?!\*)/, // 5: emphasis
   /(?<!\w)_(?=\S)([^_]+?)(?<=\S)_(?!\w)/, // 6: emphasis
-  /!?\[([^\]]+)\]\(<?([^\s)>]+)>?(?:\s+"[^"]*")?\)/, // 7, 8: link
+  /!?\[([^\]]{1,500})\]\(<?([^\s)>]{1,2000})>?(?:\s+"[^"]{0,500}")?\)/, // 7, 8: link
   /(https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]}*_])/, // 9: bare link
 ].map((part) => part.source).join('|'), 'gs');
 
