@@ -236,7 +236,8 @@ def edited_messages_are_sent_again(browser, pictures):
     browser.write(".user:first-child textarea", "Good morning")
     pictures.take("edit")
     browser.press("Enter")
-    browser.until(f"document.querySelectorAll('.assistant').length == 1 && {IDLE} && {LAST}.innerText.includes('shall we do?')")
+    browser.until(f"{IDLE} && {LAST}?.innerText.includes('shall we do?')")
+    assert browser.get("document.querySelectorAll('.assistant').length") == 1
     assert contents(browser.requests[-1]) == ["Good morning"], browser.requests[-1]
     sent = len(browser.requests)
     browser.get(f"{LAST}.old = true")
@@ -310,14 +311,17 @@ def answers_stop(browser, pictures):
 def what_a_model_writes_stays_text(browser, pictures):
     browser.click("#new-chat")
     shown = answered(browser, "Be hostile")
-    for part in ['<img src=x onerror="window.stolen = 1">', "<script>window.stolen = 4</script>", "[a link](javascript:", "<b onclick"]:
+    for part in [
+        '<img src=x onerror="window.stolen = 1">', "<script>window.stolen = 4</script>", "[a link](javascript:", "<b onclick",
+    ]:
         assert part in shown, f"{part} is not in {shown}"
     assert "<i>thought</i>" in browser.get(f"{LAST}.querySelector('details .text').textContent")
     names = set(browser.get(f"[...{LAST}.querySelectorAll('*')].map((node) => node.localName)"))
     assert not names & {"img", "script", "b", "i"}, names
-    on = browser.get(f"[...{LAST}.querySelectorAll('*')].flatMap((node) => node.getAttributeNames()).filter((name) => name.startsWith('on'))")
+    attributes = browser.get(f"[...{LAST}.querySelectorAll('*')].flatMap((node) => node.getAttributeNames())")
     links = browser.get(f"[...{LAST}.querySelectorAll('a')].map((link) => link.protocol)")
-    assert on == [] and set(links) == {"https:"}, (on, links)
+    assert set(links) == {"https:"}, links
+    assert not [name for name in attributes if name.startswith("on")], attributes
     assert browser.get("window.stolen ?? null") is None
     browser.click("#new-chat")
     answered(browser, "<img src=x onerror='window.stolen = 6'>")

@@ -69,7 +69,9 @@ async function ask(path, options) {
   return response;
 }
 
-const gone = (title) => new Failure(title, 'Is “lily serve” still running? Start it again if it is not; nothing of this chat is lost.');
+function gone(title) {
+  return new Failure(title, 'Is “lily serve” still running? Start it again if it is not; nothing of this chat is lost.');
+}
 
 async function refusal(response, key) {
   const error = (await response.json().catch(() => ({}))).error ?? {};

@@ -212,7 +212,10 @@ function userView(message, index) {
   }
 }
 
-/** An answer on the page. Its thinking is open while it is written, closes when the content begins, and then is as the reader likes. */
+/**
+ * An answer on the page. Its thinking is open while it is written, closes when the content begins, and then is as the
+ * reader likes.
+ */
 function answerView(message, isNew = false) {
   const summary = element('summary');
   const thought = element('div', { className: 'text' });
