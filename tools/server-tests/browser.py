@@ -82,7 +82,8 @@ class Browser:
         """The value of a JavaScript expression, awaited."""
         reply = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in reply:
-            raise RuntimeError(f"{expression}: {reply['exceptionDetails']}")
+            details = reply["exceptionDetails"]
+            raise RuntimeError(f"{expression[:500]}: {str(details.get('exception', {}).get('description', details))[:500]}")
         return reply["result"].get("value")
 
     def until(self, expression, seconds=15):
