@@ -169,7 +169,9 @@ async fn listen(args: &ServeArgs, service: Arc<Service>, caps: &Caps, memory: Op
     let router = lily_server::router(Arc::clone(&service) as Arc<_>, settings, page::routes());
     let memory = memory.map_or(String::new(), |most| format!(", {} for conversations", bytes(most)));
     eprintln!("lily: {}, context {} tokens{memory}", caps.name, grouped(caps.max_context));
-    eprintln!("lily: http://{address} is ready: a page to chat, OpenAI's API at /v1, Anthropic's at /v1/messages; Ctrl-C stops it");
+    eprintln!(
+        "lily: http://{address} is ready: a page to chat, OpenAI's API at /v1, Anthropic's at /v1/messages; Ctrl-C stops it"
+    );
     life::serve(service, router, listener, Duration::from_secs(args.grace), told_to_stop()).await?;
     Ok(())
 }
