@@ -2,7 +2,7 @@
 //!
 //! The engine lives on a thread of its own, because the device is driven by blocking calls. Requests go there through a channel; the
 //! events of each come back through one of its own and are made an answer in a task of the caller's runtime
-//! ([`crate::answering`]), so that the device never waits for the writing of JSON.
+//! (`answering`), so that the device never waits for the writing of JSON.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -77,7 +77,7 @@ pub(crate) struct Shared {
 enum Command {
     Submit {
         prompt: Prompt,
-        request: GenerateRequest,
+        request: Box<GenerateRequest>,
         events: mpsc::UnboundedSender<Result<Event, EngineError>>,
         accepted: oneshot::Sender<Result<(), EngineError>>,
     },
@@ -125,7 +125,7 @@ impl Service {
     async fn submit(&self, prepared: &mut Prepared) -> Result<EngineEvents, TurnError> {
         let (events, received) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
-        let request = std::mem::take(&mut prepared.request);
+        let request = Box::new(std::mem::take(&mut prepared.request));
         let prompt = prepared.prompt.clone();
         let command = Command::Submit { prompt, request, events, accepted };
         let sent = self.commands.lock().unwrap_or_else(PoisonError::into_inner).send(command);
@@ -246,7 +246,7 @@ fn run(mut engine: Engine, commands: &Receiver<Command>, shared: &Shared) {
         let next = if engine.is_idle() { commands.recv().map_err(|_| ()) } else { commands.try_recv().map_err(|_| ()) };
         match next {
             Ok(Command::Submit { prompt, request, events, accepted }) => {
-                listeners.submit(&mut engine, prompt, request, events, accepted);
+                listeners.submit(&mut engine, prompt, *request, events, accepted);
                 continue;
             }
             Ok(Command::Stop) => break,

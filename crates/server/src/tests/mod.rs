@@ -7,3 +7,4 @@ mod http;
 mod laws;
 mod page;
 mod responses;
+mod whole;
