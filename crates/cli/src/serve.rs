@@ -15,7 +15,7 @@ use lily_server::replicas::Replicas;
 use lily_server::script::{Script, ScriptBackend};
 use lily_server::service::ServiceSettings;
 use lily_server::turns::Turns;
-use lily_server::{Origins, Router, Settings, life};
+use lily_server::{Origins, Settings, life, page};
 use tokio::net::TcpListener;
 
 use crate::args::ModelArgs;
@@ -124,11 +124,11 @@ pub fn serve(args: &ServeArgs) -> anyhow::Result<()> {
     let turns: Arc<dyn Turns> = Arc::new(Replicas::start(engines, &settings)?);
     let settings =
         Settings { api_key: args.api_key.clone(), body_limit_bytes: args.body_limit, origins, ..Settings::default() };
-    let router = lily_server::router(Arc::clone(&turns), settings, Router::new());
+    let router = lily_server::router(Arc::clone(&turns), settings, page::routes());
     let memory = memory.map_or(String::new(), |most| format!(", {} for conversations", bytes(most)));
     eprintln!("lily: {}, context {} tokens{memory}", caps.name, grouped(caps.max_context));
     eprintln!(
-        "lily: http://{} is ready, OpenAI's API at /v1, Anthropic's at /; Ctrl-C stops it",
+        "lily: http://{} is ready: a page to chat, OpenAI's API at /v1, Anthropic's at /v1/messages; Ctrl-C stops it",
         listener.local_addr()?
     );
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(async {

@@ -5,5 +5,6 @@ mod chat;
 mod completions;
 mod http;
 mod laws;
+mod page;
 mod responses;
 mod whole;
