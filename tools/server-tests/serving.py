@@ -16,11 +16,11 @@ START_SECONDS = 60  # A debug build on a busy machine loads the demo model in a 
 
 
 class Server:
-    """`lily serve` on a free port, ended with the block."""
+    """`lily serve`, on a free port if none is given, ended with the block."""
 
-    def __init__(self, lily, *options):
+    def __init__(self, lily, *options, port=0):
         self.log = []
-        command = [lily, "serve", "--port", "0", *map(str, options)]
+        command = [lily, "serve", "--port", *map(str, (port, *options))]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.address = None
         ready = threading.Event()
