@@ -157,6 +157,8 @@ class Client:
         response = self.connection.getresponse()
         text = response.read()
         assert response.status == expected and json.loads(text)["error"]["message"], (body[:40], response.status, text)
+        # What was refused before its body was read ends the connection.
+        self.cut()
 
 
 KINDS = {"whole": 5, "streamed": 5, "slow": 2, "gone_in_prompt": 2, "gone_in_answer": 3, "gone_in_body": 1, "malformed": 2}
