@@ -236,5 +236,28 @@ def the_demo_model():
     under_load("--parallel", 4)
 
 
+def readers_that_stop_hold_up_nobody():
+    # A stream of 20,000 tokens, 4 MB, is more than the buffers between server and reader take.
+    lines = [{"when": "much", "output": 2000 * "The fox ran over the hill and saw the sea. "}, {"output": "Little."}]
+    with Server(LILY, "--script", script(*lines), "--parallel", 4) as server:
+        stopped = [Client(server.port, number, None) for number in range(4)]
+        for client in stopped:
+            client.send("/v1/chat/completions", {"messages": ask("much"), "stream": True}, receive_bytes=2048)
+        time.sleep(1)
+        body = {"messages": ask("Anything"), "enable_thinking": False}
+        for _ in range(10):
+            answer = server.answer("/v1/chat/completions", body)
+            assert chat_text(answer) == "Little.", answer
+        in_progress = lambda: json.loads(server.request("POST", "/drain")[2])["in_progress"]
+        assert in_progress() == len(stopped), "they did not stop"
+        for client in stopped:
+            client.cut()
+        deadline = time.monotonic() + 10
+        while in_progress() > 0:
+            assert time.monotonic() < deadline, "an answer without a reader is still in progress"
+            time.sleep(0.05)
+        server.wait_idle()
+
+
 if __name__ == "__main__":
-    run([(f.__name__, f) for f in (a_paced_script, the_demo_model)])
+    run([(f.__name__, f) for f in (readers_that_stop_hold_up_nobody, a_paced_script, the_demo_model)])
