@@ -17,7 +17,7 @@ from serving import Server, script
 
 LILY = sys.argv[1]
 STREAMS = [int(number) for number in sys.argv[2:]] or [1, 16]
-TOKENS = 8000
+TOKENS = 2000
 METRIC = "lily_between_tokens_seconds"
 
 
@@ -47,7 +47,7 @@ def server_p99(before, after):
 
 
 def main():
-    words = "The fox ran over the hill and saw the sea. " * (TOKENS // 10)
+    words = "The fox ran over the hill and saw the sea. " * (TOKENS // 11)
     with Server(LILY, "--script", script({"output": words}), "--parallel", max(STREAMS)) as server:
         read_stream(server.port, [])
         for streams in STREAMS:
