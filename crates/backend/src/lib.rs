@@ -24,7 +24,7 @@
 //! **Determinism.** Same backend, same steps, same chunk borders: same bits. A row's result does not depend on the
 //! other rows of its step. A restored or forked state continues exactly like the state it was taken from. Different
 //! chunk borders, and prefill against decode, agree within the backend's numeric budget, stated by its conformance
-//! tests. Random draws depend only on the seed and the position (see [`SamplingParams`]).
+//! tests, but for tokens at which rounding decides between two experts, and what follows on them. Random draws depend only on the seed and the position (see [`SamplingParams`]).
 //!
 //! **Who checks what.** The engine checks requests against the tokenizer and the context. The backend checks every
 //! step against its own limits and reports, never truncates. Ids are checked against the vocabulary of the shape.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use lily_model::{Checkpoint, Source};
 
-use crate::pull;
+use crate::{align, pull};
 
 /// The files of the demo checkpoint, inside the binary.
 macro_rules! embedded {
@@ -22,13 +22,13 @@ static DEMO: &[(&str, &[u8])] = embedded![
     "model.safetensors",
 ];
 
-/// Opens the named directory, else the pulled model, else the demo checkpoint inside the binary; the
+/// Opens the named directory, else the pulled model, aligned if it is there so, else the demo checkpoint inside the binary; the
 /// last says so on stderr.
 pub fn open(directory: Option<&Path>) -> anyhow::Result<Checkpoint> {
     if let Some(directory) = directory {
         return Ok(Checkpoint::open(directory)?);
     }
-    if let Some(directory) = pull::pulled_model() {
+    if let Some(directory) = align::aligned_model().or_else(pull::pulled_model) {
         return Ok(Checkpoint::open(directory)?);
     }
     eprintln!("lily: this is the small demo model; `lily pull` brings the real one (20.4 GB)");

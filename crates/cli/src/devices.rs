@@ -46,9 +46,12 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
             Ok(Box::new(CpuBackend::load(checkpoint, &options)?))
         }
         BackendName::Metal => {
+            if args.ctx.is_some() {
+                context(args, &checkpoint)?;
+            }
             let options = lily_metal::LoadOptions {
                 kv: metal_kv(args.device.kv),
-                max_context: Some(context(args, &checkpoint)?),
+                max_context: args.ctx,
                 ..lily_metal::LoadOptions::default()
             };
             Ok(lily_metal::load(&checkpoint, &options)?)
@@ -142,13 +145,10 @@ pub fn budget(backend: BackendName, kv: KvType) -> (f32, &'static str) {
     }
 }
 
-/// What becomes of every kernel that a device compiles for a shape, as far as it says: name, and why it failed if it did.
-pub fn kernels(backend: BackendName, shape: &Shape, kv: KvType) -> anyhow::Result<Vec<(String, Option<String>)>> {
+/// What becomes of every kernel that a device compiles for a shape, as far as it says.
+pub fn kernels(backend: BackendName, shape: &Shape, kv: KvType) -> anyhow::Result<Vec<lily_metal::KernelReport>> {
     match backend {
-        BackendName::Metal => {
-            let reports = lily_metal::survey(shape, metal_kv(kv))?;
-            Ok(reports.into_iter().map(|report| (report.name, report.error)).collect())
-        }
+        BackendName::Metal => Ok(lily_metal::survey(shape, metal_kv(kv))?),
         _ => Ok(Vec::new()),
     }
 }

@@ -1,5 +1,6 @@
 //! `lily`: the command line.
 
+mod align;
 mod args;
 mod bench;
 mod chat;
@@ -49,6 +50,8 @@ enum Command {
     Selftest(selftest::SelftestArgs),
     /// Download the model (20.4 GB), or continue a download.
     Pull(pull::PullArgs),
+    /// Rewrite the model so that a Mac's GPU uses the mapped files without a copy.
+    Align(align::AlignArgs),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
         Command::Logits(args) => logits::logits(args),
         Command::Selftest(args) => selftest::selftest(&args),
         Command::Pull(args) => pull::pull(&args),
+        Command::Align(args) => align::align(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "lily", &mut std::io::stdout());
             Ok(())

@@ -18,9 +18,9 @@ lily_backend::conformance_suite! {
     // An input of a linear that lies between two 16-bit values may become either, so two paths are as far from each other
     // as each is from f32: 1.4e-3 in the logits of the tiny checkpoint. An expert chosen otherwise at a near tie would be
     // 1e-1.
-    f32_kv: Subject { load: &|| load(KvDtype::F32), budget: 4e-3 };
+    f32_kv: Subject { load: &|| load(KvDtype::F32), budget: 4e-3, experts_per_token: 2 };
     // A key or value that rounds to the other neighbour in BF16 moves logits by up to 2^-9 of what it adds.
-    bf16_kv: Subject { load: &|| load(KvDtype::Bf16), budget: 2e-2 };
+    bf16_kv: Subject { load: &|| load(KvDtype::Bf16), budget: 2e-2, experts_per_token: 2 };
 }
 
 /// The number of threads changes no bit.

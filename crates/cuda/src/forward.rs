@@ -38,7 +38,7 @@ impl Forward<'_> {
     /// All layers for the run's one token, which is `ids[0]` or, where that is null, what the run says.
     pub(crate) fn one(&mut self, ids: Pointer) -> Result<()> {
         let (pass, k, s) = (self.pass, self.kernels, self.scratch);
-        k.embed(&pass, (s.run, 1), ids, &self.weights.embedding, s.h)?;
+        k.embed(&pass, (s.run, 1), ids, &self.weights.embedding, (s.h, s.turns))?;
         self.record_embedding(1)?;
         let (mut delta, mut attention) = (0, 0);
         for (index, layer) in self.weights.layers.iter().enumerate() {
@@ -54,7 +54,7 @@ impl Forward<'_> {
                     let tiles = k.sizes.projected_attention / TILE_ROWS;
                     let partials = (s.part_sums, s.part_values);
                     k.norm_project(&pass, (*project, tiles), s.h, layer.mixer_norm, s.projected)?;
-                    k.attend(&pass, (s.run, attention, 1), s.projected, (*q_norm, *k_norm), partials)?;
+                    k.attend(&pass, (s.run, attention, 1), (s.projected, s.turns), (*q_norm, *k_norm), partials)?;
                     k.attend_combine(&pass, (s.run, 1), s.projected, partials, s.mixed)?;
                     k.attention_output(&pass, *out, s.mixed, s.h)?;
                     attention += 1;
@@ -62,8 +62,7 @@ impl Forward<'_> {
             }
             self.record_mixer(index, 1)?;
             let normed = (s.h, layer.moe_norm);
-            let later = self.weights.behind(index, &k.sizes);
-            k.route_and_share(&pass, (layer.router, layer.shared_up), normed, (s.router, s.activation), later)?;
+            k.route_and_share(&pass, (layer.router, layer.shared_up), normed, (s.router, s.activation))?;
             let inner = (s.activation, s.shared);
             k.experts_up(&pass, (layer.experts_up, layer.shared_down), s.router, normed, inner)?;
             k.experts_down(&pass, layer.experts_down, s.router, inner, s.h)?;
@@ -79,7 +78,7 @@ impl Forward<'_> {
         let partials = (s.part_sums, s.part_values);
         let normed = Normed { x: FixedRows::at(s.fixed, rows, sizes.hidden), squares: s.row_squares };
         let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
-        k.embed(pass, (s.runs, rows), Pointer::NULL, &w.embedding, s.h)?;
+        k.embed(pass, (s.runs, rows), Pointer::NULL, &w.embedding, (s.h, s.turns))?;
         let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
         for layer in &w.layers {
             k.rows_norm(pass, s.h, parts, layer.mixer_norm, rows, normed)?;
@@ -95,7 +94,7 @@ impl Forward<'_> {
                 LayerMixer::Attention { project, q_norm, k_norm, out } => {
                     let x = FixedRows::at(s.fixed, rows, sizes.query_width);
                     k.rows_project(pass, (*project, sizes.projected_attention / TILE_ROWS), normed, rows, s.projected)?;
-                    k.attend(pass, (s.runs, attention, rows), s.projected, (*q_norm, *k_norm), partials)?;
+                    k.attend(pass, (s.runs, attention, rows), (s.projected, s.turns), (*q_norm, *k_norm), partials)?;
                     k.attend_combine(pass, (s.runs, rows), s.projected, partials, s.mixed)?;
                     k.rows_fix(pass, (s.mixed, Pointer::NULL), rows, x)?;
                     k.rows_attention_output(pass, *out, x, rows, s.parts)?;
@@ -115,10 +114,60 @@ impl Forward<'_> {
         k.rows_head(pass, w.head, (s.runs, rows), normed, (s.logits, s.bests))
     }
 
+    /// All layers for up to [`ROWS`](crate::kernels::rows::ROWS) tokens of one row, whose ids are in the scratch memory: with the
+    /// linears of [`Forward::rows`] and the mixers of [`Forward::many`].
+    pub(crate) fn few(&mut self, tokens: usize) -> Result<()> {
+        let (pass, k, s, w, sizes) = (&{ self.pass }, self.kernels, self.scratch, self.weights, &self.kernels.sizes);
+        let normed = Normed { x: FixedRows::at(s.fixed, tokens, sizes.hidden), squares: s.row_squares };
+        let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
+        k.embed(pass, (s.run, tokens), s.ids, &w.embedding, s.h)?;
+        self.record_embedding(tokens)?;
+        let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
+        for (index, layer) in w.layers.iter().enumerate() {
+            k.rows_norm(pass, s.h, parts, layer.mixer_norm, tokens, normed)?;
+            if index > 0 {
+                self.record_moe(index - 1, tokens)?;
+            }
+            match &layer.mixer {
+                LayerMixer::Delta { project, vectors, out } => {
+                    let (at, x) = ((s.run, delta, tokens), FixedRows::at(s.fixed, tokens, sizes.value_width));
+                    k.rows_project(pass, (*project, sizes.projected_delta / TILE_ROWS), normed, tokens, s.projected)?;
+                    k.delta_relate(pass, at, s.projected, vectors, s.related)?;
+                    k.delta_scan(pass, at, (s.projected, s.related), s.mixed)?;
+                    k.few_delta_norm(pass, (s.mixed, tokens), s.projected, vectors.norm, x)?;
+                    k.rows_delta_output(pass, *out, x, tokens, s.parts)?;
+                    delta += 1;
+                }
+                LayerMixer::Attention { project, q_norm, k_norm, out } => {
+                    let (at, x) = ((s.run, attention, tokens), FixedRows::at(s.fixed, tokens, sizes.query_width));
+                    let tiles = sizes.projected_attention / TILE_ROWS;
+                    k.rows_project(pass, (*project, tiles), normed, tokens, s.projected)?;
+                    k.attention_prepare(pass, at, s.projected, (*q_norm, *k_norm), s.queries)?;
+                    k.attend_many(pass, at, s.queries, s.projected, s.mixed)?;
+                    k.rows_fix(pass, (s.mixed, Pointer::NULL), tokens, x)?;
+                    k.rows_attention_output(pass, *out, x, tokens, s.parts)?;
+                    attention += 1;
+                }
+            }
+            k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, tokens, normed)?;
+            self.record_mixer(index, tokens)?;
+            k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, tokens, (s.router, s.activation))?;
+            k.rows_choose(pass, s.router, tokens, &meetings)?;
+            k.rows_up(pass, layer.experts_up, &meetings, normed, s.activation)?;
+            let x = FixedRows::at(s.fixed, tokens, k.activation_width());
+            k.rows_fix(pass, (s.activation, Pointer::NULL), tokens, x)?;
+            k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (x, tokens), s.parts)?;
+            parts.1 = Parts::Experts;
+        }
+        // Whatever comes next takes its own norm of the stream.
+        k.rows_norm(pass, s.h, parts, w.norm, tokens, normed)?;
+        self.record_moe(w.layers.len() - 1, tokens)
+    }
+
     /// All layers for `tokens` tokens, whose ids are in the scratch memory.
     pub(crate) fn many(&mut self, tokens: usize) -> Result<()> {
         let (pass, k, s) = (self.pass, self.kernels, self.scratch);
-        k.embed(&pass, (s.run, tokens), s.ids, &self.weights.embedding, s.h)?;
+        k.embed(&pass, (s.run, tokens), s.ids, &self.weights.embedding, (s.h, Pointer::NULL))?;
         self.record_embedding(tokens)?;
         let (mut delta, mut attention) = (0, 0);
         for (index, layer) in self.weights.layers.iter().enumerate() {
@@ -144,11 +193,9 @@ impl Forward<'_> {
         let LayerMixer::Delta { project, vectors, out } = &layer.mixer else { return Ok(()) };
         let (pass, k, s, sizes) = (&self.pass, self.kernels, self.scratch, &self.kernels.sizes);
         let at = (s.run, index, tokens);
-        let prepared = (s.convolved, s.gates);
         self.project(layer, *project, sizes.projected_delta, tokens)?;
-        k.delta_prepare(pass, at, s.projected, vectors, prepared)?;
-        k.delta_history(pass, at, s.projected)?;
-        k.delta_scan(pass, at, prepared, s.mixed)?;
+        k.delta_relate(pass, at, s.projected, vectors, s.related)?;
+        k.delta_scan(pass, at, (s.projected, s.related), s.mixed)?;
         let fixed = FixedRows::at(s.fixed, tokens, sizes.value_width);
         k.delta_norm(pass, (s.mixed, tokens), s.projected, vectors.norm, fixed)?;
         self.add_to_stream(*out, fixed, tokens)

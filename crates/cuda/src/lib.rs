@@ -10,8 +10,8 @@
 //! sampling parameters) stands in device memory and is moved on by the last kernel, so that a session's next step needs nothing
 //! from the host but the launch. On GPUs that can, a kernel starts while the one in front of it ends, and loads its weights
 //! meanwhile. Rows of one token share a pass and the weights that it reads, others run one after the other; the arithmetic of a row is
-//! the same in either, so that it cannot depend on its neighbours. Inputs of linears are rounded to
-//! 16 bits (see `common.cuh`), keys and values to BF16; everything else is f32.
+//! the same in either, so that it cannot depend on its neighbours. A prompt of up to 16 tokens takes the linears of such a pass. Inputs of
+//! linears are rounded to 16 bits (see `common.cuh`), keys and values to BF16; everything else is f32.
 
 #![warn(missing_docs)]
 #![deny(unsafe_code)]

@@ -79,7 +79,7 @@ fn phases_of_a_token() {
     });
     chain("attention", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Attention { q_norm, k_norm, .. } => {
-            k.attend(pass, (s.run, index / 4, 1), s.projected, (*q_norm, *k_norm), partials).map(|()| true)
+            k.attend(pass, (s.run, index / 4, 1), (s.projected, s.turns), (*q_norm, *k_norm), partials).map(|()| true)
         }
         LayerMixer::Delta { .. } => Ok(false),
     });
@@ -91,8 +91,7 @@ fn phases_of_a_token() {
     });
     let (router, inner) = ((s.router, s.activation), (s.activation, s.shared));
     chain("router and shared", &|pass, layer, _| {
-        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router, (w.head, 0))
-            .map(|()| true)
+        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router).map(|()| true)
     });
     chain("experts up", &|pass, layer, _| {
         k.experts_up(pass, (layer.experts_up, layer.shared_down), s.router, (s.h, layer.moe_norm), inner).map(|()| true)
@@ -105,7 +104,7 @@ fn phases_of_a_token() {
         k.experts_down(pass, layer.experts_down, s.router, inner, s.mixed).map(|()| true)
     });
     chain("router, experts", &|pass, layer, _| {
-        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router, (w.head, 0))?;
+        k.route_and_share(pass, (layer.router, layer.shared_up), (s.h, layer.moe_norm), router)?;
         k.experts_up(pass, (layer.experts_up, layer.shared_down), s.router, (s.h, layer.moe_norm), inner)?;
         k.experts_down(pass, layer.experts_down, s.router, inner, s.mixed).map(|()| true)
     });
@@ -120,7 +119,7 @@ fn phases_of_a_token() {
     chain("mixer, attention", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Attention { project, q_norm, k_norm, out } => {
             k.norm_project(pass, (*project, attentions), s.h, layer.mixer_norm, s.projected)?;
-            k.attend(pass, (s.run, index / 4, 1), s.projected, (*q_norm, *k_norm), partials)?;
+            k.attend(pass, (s.run, index / 4, 1), (s.projected, s.turns), (*q_norm, *k_norm), partials)?;
             k.attend_combine(pass, (s.run, 1), s.projected, partials, s.mixed)?;
             k.attention_output(pass, *out, s.mixed, s.shared).map(|()| true)
         }

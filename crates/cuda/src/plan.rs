@@ -27,27 +27,11 @@ impl DeviceWeights {
         self.memory.bytes()
     }
 
-    /// Weights behind a layer that are worth having in the cache early, and their bytes: the end of the next layer's projections, whose
-    /// beginning their kernel fetches before it has inputs, or the beginning of the head.
-    pub(crate) fn behind(&self, layer: usize, sizes: &Sizes) -> (Pointer, usize) {
-        let (start, rows) = match self.layers.get(layer + 1).map(|layer| &layer.mixer) {
-            Some(LayerMixer::Delta { project, .. }) => (*project, sizes.projected_delta),
-            Some(LayerMixer::Attention { project, .. }) => (*project, sizes.projected_attention),
-            None => (self.head, sizes.vocab_tiles * TILE_ROWS),
-        };
-        let all = rows / TILE_ROWS * blocks(sizes.hidden) * BLOCK4_BYTES;
-        let bytes = all.min(LATER_BYTES);
-        (if layer + 1 < self.layers.len() { start.at(all - bytes) } else { start }, bytes)
-    }
-
     /// Where all of them begin.
     pub(crate) fn start(&self) -> Pointer {
         self.memory.pointer()
     }
 }
-
-/// What memory delivers while experts are being chosen, about 2 us. More would delay the experts themselves.
-const LATER_BYTES: usize = 8 << 20;
 
 /// A layer's weights.
 pub(crate) struct Layer {
@@ -466,6 +450,8 @@ type S<'a> = &'a Sizes;
 scratch! {
     /// Ids to feed.
     ids: |_: S<'_>, tokens, _| 4 * tokens;
+    /// Cosine and sine of RoPE `[rows, 32]`.
+    turns: |_: S<'_>, _, _| 256 * ROWS;
     /// Residual stream `[tokens, hidden]`.
     h: |s: S<'_>, tokens, _| 4 * tokens * s.hidden;
     /// A mixer's projections `[tokens, rows]`.
@@ -499,10 +485,8 @@ scratch! {
     fixed_inner: |s: S<'_>, tokens, _| {
         crate::kernels::FixedRows::bytes(tokens * s.top_k, s.expert_width).max(crate::kernels::FixedRows::bytes(tokens, s.shared_width))
     };
-    /// Convolved and normed q, k, v `[tokens, conv width]`.
-    convolved: |s: S<'_>, tokens, _| 4 * tokens * s.conv_width;
-    /// Decay and beta `[tokens, value heads, 2]`.
-    gates: |s: S<'_>, tokens, _| 8 * tokens * s.value_heads;
+    /// Delta heads by the chunk, before the recurrence.
+    related: |s: S<'_>, tokens, _| crate::kernels::delta::related_bytes(s, tokens);
     /// BF16 queries in two halves.
     queries: |s: S<'_>, tokens, _| 4 * tokens * s.query_width;
     /// Chosen experts `[tokens, top k]`.

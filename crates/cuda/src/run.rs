@@ -8,6 +8,7 @@ use lily_backend::{Error, Result, RowOutput, SamplingParams, StageOutput, Ticket
 
 use crate::device::{Graph, Pointer};
 use crate::forward::{Forward, Trace};
+use crate::kernels::rows::ROWS;
 use crate::kernels::sample::SampleScratch;
 use crate::kernels::{Kernels, Pass, Run};
 use crate::plan::{DeviceWeights, Scratch};
@@ -262,6 +263,10 @@ impl CudaBackend {
         forward.trace = trace.is_some().then(|| Trace::new(Arc::clone(&self.checkpoint)));
         match tokens {
             1 => forward.one(Pointer::NULL)?,
+            2..=ROWS => {
+                forward.pass.overlap = self.device.overlaps();
+                forward.few(tokens)?;
+            }
             _ => forward.many(tokens)?,
         }
         let traced = forward.trace.take();

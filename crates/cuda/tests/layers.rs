@@ -136,7 +136,7 @@ fn assert_stages(shape: &Shape, seeds: u64, chunks: &[usize], least: usize) {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn stages_of_odd_sizes_are_those_of_the_reference() {
-    assert_stages(&ODD, 8, &[1, 2, 1, 17, 70, 1, 1], 40);
+    assert_stages(&ODD, 8, &[1, 2, 13, 1, 17, 70, 1, 1], 40);
     assert_stages(&ODD, 8, &[70, 1], 40);
 }
 
@@ -149,7 +149,7 @@ fn stages_of_the_published_sizes_are_those_of_the_reference_token_by_token() {
 #[test]
 #[ignore = "needs an NVIDIA GPU, and a minute of the reference"]
 fn stages_of_the_published_sizes_are_those_of_the_reference_in_chunks() {
-    assert_stages(&PUBLISHED, 3, &[67, 1, 40], 10);
+    assert_stages(&PUBLISHED, 3, &[11, 67, 1, 40], 10);
 }
 
 #[test]

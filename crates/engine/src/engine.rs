@@ -68,6 +68,27 @@ pub struct EngineStatus {
     pub memory: MemoryReport,
 }
 
+impl EngineStatus {
+    /// This engine and another one together.
+    #[must_use]
+    pub fn and(self, other: EngineStatus) -> EngineStatus {
+        let (a, b) = (self.memory, other.memory);
+        EngineStatus {
+            running: self.running + other.running,
+            waiting: self.waiting + other.waiting,
+            parked: self.parked + other.parked,
+            cache: self.cache.and(other.cache),
+            memory: MemoryReport {
+                weights_mapped: a.weights_mapped + b.weights_mapped,
+                weights_owned: a.weights_owned + b.weights_owned,
+                states: a.states + b.states,
+                snapshots: a.snapshots + b.snapshots,
+                scratch: a.scratch + b.scratch,
+            },
+        }
+    }
+}
+
 /// Runs one checkpoint on one backend.
 pub struct Engine {
     backend: Box<dyn Backend>,
@@ -298,6 +319,11 @@ impl Engine {
 
     /// Gives waiting requests their sessions, as long as there are any.
     fn admit(&mut self) {
+        // A request often continues an answer that has just ended, and its last step may still be on its way.
+        while !self.waiting.is_empty() && self.running.iter().any(|running| running.job.is_over()) {
+            self.land();
+            self.release();
+        }
         while self.running.len() < self.options.running
             && let Some(mut job) = self.waiting.pop_front()
         {

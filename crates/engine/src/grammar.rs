@@ -21,8 +21,8 @@ const JSON_SPACE: &str = r"[ \n\t]{0,32}";
 const THINK_END: &str = "\n</think>\n\n";
 const THINK_CLOSE: &[u8] = b"</think>";
 
-/// Line breaks that may stand between `</think>` and the answer.
-const BEHIND_THINKING: &str = r"/\n{0,2}/";
+/// What may stand between `</think>` and the answer; also where the prompt closed the block, since tokens may begin with a space.
+const BEHIND_THINKING: &str = r"/\n{0,2} ?/";
 
 /// Makes constraints for the tokens of one checkpoint. Building it looks at every token, which takes a good part of a second
 /// at 248,000 of them.

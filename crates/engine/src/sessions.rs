@@ -63,6 +63,18 @@ pub struct CacheCounts {
     pub loads: u64,
 }
 
+impl CacheCounts {
+    pub(crate) fn and(self, other: CacheCounts) -> CacheCounts {
+        CacheCounts {
+            hits: self.hits + other.hits,
+            misses: self.misses + other.misses,
+            reused_tokens: self.reused_tokens + other.reused_tokens,
+            evictions: self.evictions + other.evictions,
+            loads: self.loads + other.loads,
+        }
+    }
+}
+
 impl Sessions {
     pub(crate) fn new(options: SessionOptions) -> std::io::Result<Sessions> {
         let store = options.store.clone().map(Store::open).transpose()?;

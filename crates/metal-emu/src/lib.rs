@@ -1,15 +1,19 @@
 //! Runs .metal files on Linux, unmodified, to find what is wrong with them. For tests only.
 //!
-//! A file goes through a token pass with lints (`pass`), is checked for address spaces and compiled by clang-19 as C++14
-//! against a stand-in for `<metal_stdlib>` (`library`, `shim/`), and runs on fibers, one per thread (`shim/runtime.cpp`).
+//! A file goes through a token pass with lints (`pass`), is checked for address spaces and compiled by clang-19, as C++14 for
+//! MSL 3 and as C++17 for MSL 4, against stand-ins for `<metal_stdlib>`, `<metal_tensor>` and the tensor operations of
+//! `MetalPerformancePrimitives` (`library`, `shim/`), and runs on fibers, one per thread (`shim/runtime.cpp`).
 //! An [`Emulator`] has the shape of a Metal device: buffers, pipelines, command buffers with a concurrent encoder.
 //!
 //! It faults on: accesses outside of what is bound, misaligned ones, and writes to what is bound for reading; races between
 //! threadgroups, between dispatches that no barrier separates, and between simdgroups of a threadgroup; simd calls and
 //! barriers that not all lanes reach; more than 32 KiB of threadgroup memory; shuffles from absent lanes; bindings that do not
-//! fit the kernel's parameters; host accesses to memory that a command buffer in flight uses. Unwritten memory is NaN.
+//! fit the kernel's parameters; host accesses to memory that a command buffer in flight uses; writes to mapped files. Unwritten memory is NaN.
 //! Work is done late, when it is waited for, and in an order that the seed chooses: dispatches between two barriers,
 //! threadgroups, simdgroups and lanes.
+//!
+//! The same files run on an NVIDIA GPU through clang's CUDA mode ([`nvidia`]): with true concurrency, and at sizes for which the
+//! emulator is too slow.
 //!
 //! It cannot show: that Apple's compiler takes a file, the accuracy of Apple's math functions, the order in which their
 //! reductions add, memory that threadgroups share while they run, registers, speed.
@@ -22,9 +26,12 @@ mod lex;
 mod library;
 #[expect(unsafe_code, reason = "memory is mapped, protected and lent to kernels; each with its SAFETY note")]
 mod memory;
+#[expect(unsafe_code, reason = "the driver's library is opened and called; each with its SAFETY note")]
+pub mod nvidia;
 mod pass;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 
 use library::{BoundRange, Launch, Library, Specialized};
 use memory::{Block, MOST_THREADS, Memory, STACK_BYTES};
@@ -77,6 +84,14 @@ pub enum Error {
         /// `reads` or `writes`.
         what: &'static str,
     },
+    /// An NVIDIA GPU's driver refused a call.
+    #[error("{call}: {what}")]
+    Nvidia {
+        /// The function.
+        call: &'static str,
+        /// What it said.
+        what: String,
+    },
     /// A kernel did what no kernel may.
     #[error("{kernel}: {message}")]
     Fault {
@@ -89,6 +104,15 @@ pub enum Error {
 
 /// Result of an emulator call.
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// The version of the Metal Shading Language that a file is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Language {
+    /// C++14.
+    Metal3_2,
+    /// C++17, with tensors.
+    Metal4_0,
+}
 
 /// A buffer in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -176,6 +200,8 @@ pub struct Emulator {
     memory: Memory,
     order: u32,
     buffers: BTreeMap<u32, Block>,
+    /// Those that are files.
+    read_only: BTreeSet<u32>,
     libraries: Vec<Library>,
     pipelines: Vec<Specialized>,
     pending: Vec<Pending>,
@@ -205,6 +231,7 @@ impl Emulator {
             memory: Memory::new()?,
             order,
             buffers: BTreeMap::new(),
+            read_only: BTreeSet::new(),
             libraries: Vec::new(),
             pipelines: Vec::new(),
             pending: Vec::new(),
@@ -225,19 +252,30 @@ impl Emulator {
         Ok(BufferId(id))
     }
 
+    /// The first `bytes` bytes of a file as a buffer, which neither host nor kernels may write. Nothing is copied.
+    pub fn map(&mut self, file: &File, bytes: usize) -> Result<BufferId> {
+        let block = self.memory.map(file, bytes)?;
+        let id = self.next_buffer;
+        self.next_buffer += 1;
+        self.buffers.insert(id, block);
+        self.read_only.insert(id);
+        Ok(BufferId(id))
+    }
+
     /// Frees a buffer that no work in flight uses.
     pub fn free(&mut self, buffer: BufferId) -> Result<()> {
         let block = self.block(Slice { buffer, offset: 0, bytes: 0 })?;
         let block = Block { bytes: self.buffers.get(&buffer.0).map_or(0, |all| all.bytes), ..block };
         self.host_access(block, true)?;
         self.buffers.remove(&buffer.0);
+        self.read_only.remove(&buffer.0);
         self.memory.release(block);
         Ok(())
     }
 
     /// Compiles a file; `name` is for messages.
-    pub fn library(&mut self, name: &str, source: &str) -> Result<LibraryId> {
-        self.libraries.push(Library::compile(name, source)?);
+    pub fn library(&mut self, name: &str, source: &str, language: Language) -> Result<LibraryId> {
+        self.libraries.push(Library::compile(name, source, language)?);
         Ok(LibraryId(self.libraries.len() - 1))
     }
 
@@ -261,7 +299,7 @@ impl Emulator {
 
     /// The bytes of a slice, to be written.
     pub fn write(&mut self, slice: Slice) -> Result<&mut [u8]> {
-        let block = self.block(slice)?;
+        let block = self.writable(slice)?;
         self.host_access(block, true)?;
         Ok(self.memory.bytes_mut(block))
     }
@@ -274,7 +312,7 @@ impl Emulator {
 
     /// Copies `from` to the beginning of `to`, by the host.
     pub fn copy(&mut self, from: Slice, to: Slice) -> Result<()> {
-        let (from, to) = (self.block(from)?, self.block(to)?);
+        let (from, to) = (self.block(from)?, self.writable(to)?);
         if from.bytes > to.bytes {
             return Err(Error::Encoding(format!("a copy of {} bytes into {}", from.bytes, to.bytes)));
         }
@@ -294,7 +332,7 @@ impl Emulator {
             for (_, bound) in &dispatch.bindings {
                 match bound {
                     Bound::Read(slice) => uses.push((self.block(*slice)?, false)),
-                    Bound::Write(slice) => uses.push((self.block(*slice)?, true)),
+                    Bound::Write(slice) => uses.push((self.writable(*slice)?, true)),
                     Bound::Bytes(bytes) => copied_bytes += bytes.len().next_multiple_of(CONSTANT_ALIGNMENT),
                 }
             }
@@ -357,6 +395,16 @@ impl Emulator {
             return Err(Error::Encoding(format!("bytes {offset} to {} of a buffer of {}", offset + bytes, all.bytes)));
         }
         Ok(Block { start: all.start + slice.offset, bytes: slice.bytes })
+    }
+
+    /// The same of a buffer that is no file.
+    fn writable(&self, slice: Slice) -> Result<Block> {
+        match self.read_only.contains(&slice.buffer.0) {
+            true => {
+                Err(Error::Encoding(format!("buffer {} is a mapped file, which nothing may write", slice.buffer.0)))
+            }
+            false => self.block(slice),
+        }
     }
 
     fn host_access(&self, block: Block, writes: bool) -> Result<()> {

@@ -7,24 +7,33 @@ use std::sync::Mutex;
 
 use sha2::{Digest, Sha256};
 
-use crate::Error;
 use crate::pass::{Kernel, Parameter, Unit, translate};
+use crate::{Error, Language};
 
 const CLANG: &str = "clang++-19";
 
-const SHIM: [(&str, &str); 6] = [
+/// Where kernels find the tensor operations.
+const TENSOR_OPERATIONS: &str = "MetalPerformancePrimitives/MetalPerformancePrimitives.h";
+
+const SHIM: [(&str, &str); 11] = [
+    ("cuda_runtime.h", include_str!("shim/cuda_runtime.h")),
     ("runtime.h", include_str!("shim/runtime.h")),
     ("runtime.cpp", include_str!("shim/runtime.cpp")),
     ("metal_stdlib", include_str!("shim/metal_stdlib")),
     ("metal_simdgroup_matrix", include_str!("shim/metal_simdgroup_matrix")),
+    ("metal_tensor", include_str!("shim/metal_tensor")),
+    (TENSOR_OPERATIONS, include_str!("shim/tensor_operations.h")),
+    ("address_spaces/metal_tensor", include_str!("shim/address_spaces/metal_tensor")),
+    (
+        "address_spaces/MetalPerformancePrimitives/MetalPerformancePrimitives.h",
+        include_str!("shim/address_spaces/tensor_operations.h"),
+    ),
     ("address_spaces/metal_stdlib", include_str!("shim/address_spaces/metal_stdlib")),
     ("address_spaces/metal_simdgroup_matrix", include_str!("shim/address_spaces/metal_simdgroup_matrix")),
 ];
 
-/// C++14 is the language of MSL 3; what clang takes beyond it is an error. Half is rounded at every operation, as a GPU does.
-/// Vectorizers would make accesses wider than the kernel wrote them.
-const KERNEL_FLAGS: [&str; 16] = [
-    "-std=c++14",
+/// Half is rounded at every operation, as a GPU does. Vectorizers would make accesses wider than the kernel wrote them.
+const KERNEL_FLAGS: [&str; 13] = [
     "-O2",
     "-march=x86-64-v3",
     "-fPIC",
@@ -36,13 +45,11 @@ const KERNEL_FLAGS: [&str; 16] = [
     "-ffloat16-excess-precision=none",
     "-Wall",
     "-Werror",
-    "-Werror=c++17-extensions",
     "-Wno-unused-function",
     "-Wno-unused-const-variable",
-    "-D__METAL_VERSION__=320",
 ];
 const RUNTIME_FLAGS: [&str; 4] = ["-std=c++17", "-O2", "-march=x86-64-v3", "-fPIC"];
-const ADDRESS_SPACE_FLAGS: [&str; 11] = [
+const ADDRESS_SPACE_FLAGS: [&str; 10] = [
     "-x",
     "clcpp",
     "-cl-std=clc++2021",
@@ -52,10 +59,44 @@ const ADDRESS_SPACE_FLAGS: [&str; 11] = [
     "-cl-no-stdinc",
     "-Wno-everything",
     "-ferror-limit=100",
-    "-D__METAL_VERSION__=320",
     // A library function that a kernel file has of its own is not the one of OpenCL.
     "-fno-builtin",
 ];
+
+/// Clang's CUDA mode needs nothing of CUDA itself. The stand-ins for vectors ask for C++17.
+const CUDA_FLAGS: [&str; 15] = [
+    "-x",
+    "cuda",
+    "--cuda-device-only",
+    "--cuda-gpu-arch=sm_80",
+    "-nocudainc",
+    "-nocudalib",
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=on",
+    // Of CUDA 12: shuffles of a whole warp.
+    "-Xclang",
+    "-target-feature",
+    "-Xclang",
+    "+ptx80",
+    "-Wno-unknown-attributes",
+    "-S",
+];
+
+impl Language {
+    /// C++14 is the language of MSL 3, C++17 that of MSL 4; what clang takes beyond them is an error.
+    fn flags(self) -> [&'static str; 3] {
+        match self {
+            Language::Metal3_2 => ["-std=c++14", "-Werror=c++17-extensions", "-D__METAL_VERSION__=320"],
+            Language::Metal4_0 => ["-std=c++17", "-Werror=c++20-extensions", "-D__METAL_VERSION__=400"],
+        }
+    }
+
+    /// What of this the check of address spaces needs: its language has features of C++17 always.
+    fn version_flag(self) -> &'static str {
+        self.flags()[2]
+    }
+}
 
 /// One dispatch, as runtime.h has it.
 #[repr(C)]
@@ -144,9 +185,10 @@ static COMPILING: Mutex<()> = Mutex::new(());
 
 impl Library {
     /// Translates and compiles `source`, unless this was done before. `name` is for messages.
-    pub(crate) fn compile(name: &str, source: &str) -> Result<Library, Error> {
-        let unit = translate(source).map_err(|lints| Error::Lint { file: name.into(), lints: lints.join("\n") })?;
-        let object = build(name, &unit)?;
+    pub(crate) fn compile(name: &str, source: &str, language: Language) -> Result<Library, Error> {
+        let unit =
+            translate(source, language).map_err(|lints| Error::Lint { file: name.into(), lints: lints.join("\n") })?;
+        let object = build(name, &unit, language)?;
         Ok(Library { object, kernels: unit.kernels, constants: unit.constants })
     }
 
@@ -233,12 +275,12 @@ fn cache() -> Result<PathBuf, Error> {
 }
 
 /// The shared object of a translated file.
-fn build(name: &str, unit: &Unit) -> Result<PathBuf, Error> {
+fn build(name: &str, unit: &Unit, language: Language) -> Result<PathBuf, Error> {
     let mut hash = Sha256::new();
     for (_, content) in SHIM {
         hash.update(content);
     }
-    for flags in [&KERNEL_FLAGS[..], &RUNTIME_FLAGS, &ADDRESS_SPACE_FLAGS] {
+    for flags in [&KERNEL_FLAGS[..], &RUNTIME_FLAGS, &ADDRESS_SPACE_FLAGS, &language.flags()] {
         hash.update(flags.join(" "));
     }
     hash.update(&unit.cpp);
@@ -251,25 +293,73 @@ fn build(name: &str, unit: &Unit) -> Result<PathBuf, Error> {
     if object.exists() {
         return Ok(object);
     }
-    let work = tempfile::tempdir_in(&cache).map_err(Error::Cache)?;
-    let at = |file: &str| work.path().join(file);
-    std::fs::create_dir(at("address_spaces")).map_err(Error::Cache)?;
-    let sources = [("kernels.cpp", unit.cpp.as_str()), ("kernels.cl", unit.address_spaces.as_str())];
-    for (file, content) in SHIM.into_iter().chain(sources) {
-        std::fs::write(at(file), content).map_err(Error::Cache)?;
-    }
-    let clang = || {
-        let mut command = Command::new(CLANG);
-        command.current_dir(work.path());
-        command
-    };
-    run(name, clang().args(ADDRESS_SPACE_FLAGS).args(["-isystem", "address_spaces", "kernels.cl"]))?;
-    run(name, clang().args(KERNEL_FLAGS).args(["-isystem", ".", "-c", "kernels.cpp", "-o", "kernels.o"]))?;
+    let work = Workshop::new(&cache, &[("kernels.cpp", &unit.cpp), ("kernels.cl", &unit.address_spaces)])?;
+    let clang = || work.clang();
+    let checked = ["-isystem", "address_spaces", language.version_flag(), "kernels.cl"];
+    run(name, clang().args(ADDRESS_SPACE_FLAGS).args(checked))?;
+    run(
+        name,
+        clang().args(KERNEL_FLAGS).args(language.flags()).args([
+            "-isystem",
+            ".",
+            "-c",
+            "kernels.cpp",
+            "-o",
+            "kernels.o",
+        ]),
+    )?;
     run(name, clang().args(RUNTIME_FLAGS).args(["-c", "runtime.cpp", "-o", "runtime.o"]))?;
     // Symbols of one object are bound inside it, whatever other copies are loaded.
     run(name, clang().args(["-shared", "-Wl,-Bsymbolic", "kernels.o", "runtime.o", "-o", "kernels.so"]))?;
-    std::fs::rename(at("kernels.so"), &object).map_err(Error::Cache)?;
+    std::fs::rename(work.at("kernels.so"), &object).map_err(Error::Cache)?;
     Ok(object)
+}
+
+/// PTX of a file, for the GPUs from A100 on.
+pub(crate) fn ptx(name: &str, source: &str, language: Language) -> Result<String, Error> {
+    let unit =
+        translate(source, language).map_err(|lints| Error::Lint { file: name.into(), lints: lints.join("\n") })?;
+    let work = Workshop::new(&cache()?, &[("kernels.cu", &unit.cuda)])?;
+    run(
+        name,
+        work.clang().args(CUDA_FLAGS).args([
+            language.version_flag(),
+            "-isystem",
+            ".",
+            "kernels.cu",
+            "-o",
+            "kernels.ptx",
+        ]),
+    )?;
+    std::fs::read_to_string(work.at("kernels.ptx")).map_err(Error::Cache)
+}
+
+/// A folder with the stand-ins and some sources, for clang to work in.
+struct Workshop(tempfile::TempDir);
+
+impl Workshop {
+    fn new(cache: &Path, sources: &[(&str, &String)]) -> Result<Workshop, Error> {
+        let work = Workshop(tempfile::tempdir_in(cache).map_err(Error::Cache)?);
+        for directory in ["address_spaces", "."] {
+            let directory = work.at(directory).join("MetalPerformancePrimitives");
+            std::fs::create_dir_all(directory).map_err(Error::Cache)?;
+        }
+        let sources = sources.iter().map(|(file, content)| (*file, content.as_str()));
+        for (file, content) in SHIM.into_iter().chain(sources) {
+            std::fs::write(work.at(file), content).map_err(Error::Cache)?;
+        }
+        Ok(work)
+    }
+
+    fn at(&self, file: &str) -> PathBuf {
+        self.0.path().join(file)
+    }
+
+    fn clang(&self) -> Command {
+        let mut command = Command::new(CLANG);
+        command.current_dir(self.0.path());
+        command
+    }
 }
 
 fn run(name: &str, command: &mut Command) -> Result<(), Error> {

@@ -1,7 +1,9 @@
 //! Device memory: buffers in one reserved range of addresses, each ending at pages that cannot be touched, and beside the
 //! range a cell for every four bytes, in which the runner notes who touched them.
 
+use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 
 use crate::Error;
@@ -105,6 +107,30 @@ impl Memory {
         if !zeroed {
             self.bytes_mut(block).fill(POISON);
         }
+        Ok(block)
+    }
+
+    /// A block that is the first `bytes` bytes of a file, which the processor lets nobody write.
+    pub(crate) fn map(&mut self, file: &File, bytes: usize) -> Result<Block, Error> {
+        let room = bytes.next_multiple_of(PAGE);
+        let failed = |source| Error::Memory { bytes, source };
+        if bytes == 0 || file.metadata().map_err(failed)?.len() < bytes as u64 {
+            return Err(failed(io::Error::other("so much is not in the file")));
+        }
+        if self.used + room + PAGE > ARENA_BYTES {
+            return Err(failed(io::Error::other("all addresses of the emulator are used")));
+        }
+        let (flags, protection) = (libc::MAP_SHARED | libc::MAP_FIXED, libc::PROT_READ);
+        // SAFETY: the pages lie inside the arena and belong to no block yet, so that nothing that exists is replaced.
+        let mapped = unsafe {
+            let pages = self.arena.start.as_ptr().add(self.used).cast();
+            libc::mmap(pages, room, protection, flags, file.as_raw_fd(), 0)
+        };
+        if mapped == libc::MAP_FAILED {
+            return Err(failed(io::Error::last_os_error()));
+        }
+        let block = Block { start: self.used, bytes };
+        self.used += room + PAGE;
         Ok(block)
     }
 

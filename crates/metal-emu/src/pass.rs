@@ -9,6 +9,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
+use crate::Language;
 use crate::lex::{Kind, Token, tokens};
 
 /// A translated file.
@@ -18,6 +19,8 @@ pub(crate) struct Unit {
     pub(crate) cpp: String,
     /// C++ for OpenCL, for the check of address spaces.
     pub(crate) address_spaces: String,
+    /// CUDA, for an NVIDIA GPU.
+    pub(crate) cuda: String,
     pub(crate) kernels: Vec<Kernel>,
     /// Function constants by name.
     pub(crate) constants: Vec<String>,
@@ -58,9 +61,8 @@ const SPACES: [&str; 4] = ["device", "constant", "thread", "threadgroup"];
 const SCALARS: [&str; 13] =
     ["void", "bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "float", "half", "bfloat"];
 /// What clang would take in C++ and Apple's compiler does not, or what means something else there.
-const FOREIGN: [&str; 16] = [
+const FOREIGN: [&str; 15] = [
     "double",
-    "auto",
     "goto",
     "new",
     "delete",
@@ -77,8 +79,11 @@ const FOREIGN: [&str; 16] = [
     "size_t",
 ];
 
+/// Hides a type, and with it an address space. Tensors of MSL 4 have types that cannot be written out.
+const HIDDEN_TYPE: &str = "auto";
+
 /// Translates a file; all lints that it offends, as `line N: what`, if it does.
-pub(crate) fn translate(source: &str) -> Result<Unit, Vec<String>> {
+pub(crate) fn translate(source: &str, language: Language) -> Result<Unit, Vec<String>> {
     let tokens = tokens(source);
     let mut pass = Pass { source, tokens: &tokens, lints: Vec::new(), edits: Vec::new() };
     let (mut kernels, mut constants, mut limits) = (Vec::new(), Vec::new(), Vec::new());
@@ -90,29 +95,38 @@ pub(crate) fn translate(source: &str) -> Result<Unit, Vec<String>> {
             _ => {}
         }
     }
-    pass.lint();
+    pass.lint(language);
     let Pass { lints, edits, .. } = pass;
     if !lints.is_empty() {
         return Err(lints);
     }
-    let mut cpp = apply(source, &edits, |edit| &edit.cpp);
-    cpp.push_str("\n#undef device\n#undef thread\n#undef threadgroup\n#undef constant\n");
+    let [mut cpp, mut cuda] = [apply(source, &edits, |edit| &edit.cpp), apply(source, &edits, Edit::cuda)];
+    for text in [&mut cpp, &mut cuda] {
+        text.push_str("\n#undef device\n#undef thread\n#undef threadgroup\n#undef constant\n");
+    }
     for kernel in &kernels {
         append_thunk(&mut cpp, kernel);
+        // Those that take threadgroup memory from the encoder are left out.
+        if kernel.parameters.iter().any(|parameter| matches!(parameter, Parameter::Threadgroup(_))) {
+            continue;
+        }
+        let limit = limits.iter().find(|(name, _)| *name == kernel.name);
+        append_cuda_kernel(&mut cuda, kernel, limit.map(|(_, limit)| limit.as_str()));
     }
+    cuda.push_str("#pragma clang force_cuda_host_device end\n");
     for (kernel, limit) in &limits {
         let _ = writeln!(
             cpp,
             "extern \"C\" {{ extern const uint32_t msl_limit_{kernel}; const uint32_t msl_limit_{kernel} = {limit}; }}"
         );
     }
-    Ok(Unit { cpp, address_spaces: apply(source, &edits, |edit| &edit.address_spaces), kernels, constants })
+    Ok(Unit { cpp, address_spaces: apply(source, &edits, |edit| &edit.address_spaces), cuda, kernels, constants })
 }
 
-/// The call of a kernel for one lane, and the types of its parameters.
-fn append_thunk(cpp: &mut String, kernel: &Kernel) {
-    let Kernel { name, parameters } = kernel;
-    let arguments: Vec<String> = parameters
+/// What a kernel is called with.
+fn arguments_of(kernel: &Kernel) -> String {
+    let arguments: Vec<String> = kernel
+        .parameters
         .iter()
         .map(|parameter| match parameter {
             Parameter::Buffer(slot) => format!("msl::Argument{{arguments->buffers[{slot}]}}"),
@@ -120,12 +134,29 @@ fn append_thunk(cpp: &mut String, kernel: &Kernel) {
             Parameter::Builtin(value) => format!("msl_position{{{value}}}"),
         })
         .collect();
-    let arguments = arguments.join(", ");
+    arguments.join(", ")
+}
+
+/// The call of a kernel for one lane, and the types of its parameters.
+fn append_thunk(cpp: &mut String, kernel: &Kernel) {
+    let (name, arguments) = (&kernel.name, arguments_of(kernel));
     // Writing to a String cannot fail.
     let _ = writeln!(
         cpp,
         "extern \"C\" void msl_kernel_{name}(const msl::Arguments* arguments, const msl::Lane* lane) {{ {name}({arguments}); }}\n\
          extern \"C\" void msl_types_{name}(msl::Type* out) {{ msl::types({name}, out); }}"
+    );
+}
+
+/// The kernel of CUDA that calls a kernel.
+fn append_cuda_kernel(cuda: &mut String, kernel: &Kernel, limit: Option<&str>) {
+    let (name, arguments) = (&kernel.name, arguments_of(kernel));
+    let bounds = limit.map_or(String::new(), |limit| format!("__attribute__((launch_bounds({limit})))"));
+    // Writing to a String cannot fail.
+    let _ = writeln!(
+        cuda,
+        "extern \"C\" __global__ void {bounds} msl_kernel_{name}(const msl::Arguments all) {{ const msl::Arguments* arguments = &all; \
+         const msl::Lane here = msl::here(); const msl::Lane* lane = &here; (void)lane; {name}({arguments}); }}"
     );
 }
 
@@ -135,6 +166,14 @@ struct Edit {
     end: usize,
     cpp: String,
     address_spaces: String,
+    /// Where it is not what C++ has.
+    cuda: Option<String>,
+}
+
+impl Edit {
+    fn cuda(&self) -> &str {
+        self.cuda.as_deref().unwrap_or(&self.cpp)
+    }
 }
 
 fn apply(source: &str, edits: &[Edit], text: impl Fn(&Edit) -> &str) -> String {
@@ -170,7 +209,14 @@ impl<'a> Pass<'a> {
 
     fn replace(&mut self, first: usize, last: usize, cpp: String, address_spaces: String) {
         let (start, end) = (self.tokens[first].start, self.tokens[last].end());
-        self.edits.push(Edit { start, end, cpp, address_spaces });
+        self.edits.push(Edit { start, end, cpp, address_spaces, cuda: None });
+    }
+
+    fn replace_with_cuda(&mut self, first: usize, last: usize, cpp: String, address_spaces: String, cuda: String) {
+        self.replace(first, last, cpp, address_spaces);
+        if let Some(edit) = self.edits.last_mut() {
+            edit.cuda = Some(cuda);
+        }
     }
 
     /// The token that closes what `open` opens.
@@ -207,7 +253,7 @@ impl<'a> Pass<'a> {
             return None;
         }
         let name = self.text(next + 1).to_owned();
-        self.replace(at, at, String::new(), String::new());
+        self.replace_with_cuda(at, at, String::new(), String::new(), "static __device__ inline".into());
         if let Some((open, close)) = limit {
             let (first, last) = (self.tokens[open + 4].start, self.tokens[close - 3].end());
             limits.push((name.clone(), self.source[first..last].to_owned()));
@@ -293,7 +339,7 @@ impl<'a> Pass<'a> {
         // Behind the name of a vector a bracket would begin the macro that makes one.
         let kind = format!("metal::msl_same<{kind}>::type");
         let address_spaces = format!("threadgroup {kind} (&{name}){bounds} = *(threadgroup {kind} (*){bounds})0;");
-        self.replace(at, end, cpp, address_spaces);
+        self.replace_with_cuda(at, end, cpp, address_spaces, format!("__shared__ {declared};"));
     }
 
     /// `constant uint NAME [[function_constant(N)]];`
@@ -306,11 +352,12 @@ impl<'a> Pass<'a> {
         }
         let name = self.text(first + 2).to_owned();
         let cpp = format!("extern \"C\" {{ extern uint {name}; uint {name}; }}");
-        self.replace(first, at + 6, cpp, format!("constant uint {name} = 1;"));
+        let cuda = format!("extern \"C\" {{ __constant__ uint {name}; }}");
+        self.replace_with_cuda(first, at + 6, cpp, format!("constant uint {name} = 1;"), cuda);
         Some(name)
     }
 
-    fn lint(&mut self) {
+    fn lint(&mut self, language: Language) {
         let types = self.type_names();
         let is_type = |text: &str| types.contains(text);
         for at in 0..self.tokens.len() {
@@ -325,7 +372,10 @@ impl<'a> Pass<'a> {
                         );
                     }
                 }
-                Kind::Word if FOREIGN.contains(&token.text) => {
+                Kind::Word
+                    if FOREIGN.contains(&token.text)
+                        || (token.text == HIDDEN_TYPE && language == Language::Metal3_2) =>
+                {
                     self.lint_at(at, format_args!("`{}` is not written in kernels", token.text));
                 }
                 Kind::Punct if token.is("*") || token.is("&") => self.lint_address(at, &is_type),
@@ -385,7 +435,7 @@ impl<'a> Pass<'a> {
             names.extend((2..=4).map(|n| format!("{scalar}{n}")));
         }
         names.extend(
-            ["atomic_uint", "atomic_int", "simdgroup_matrix", "simdgroup_float8x8", "simdgroup_half8x8"]
+            ["atomic_uint", "atomic_int", "simdgroup_matrix", "simdgroup_float8x8", "simdgroup_half8x8", HIDDEN_TYPE]
                 .map(str::to_owned),
         );
         for at in 1..self.tokens.len() {
@@ -416,7 +466,7 @@ mod tests {
     use super::*;
 
     fn lints(source: &str) -> Vec<String> {
-        translate(source).err().unwrap_or_default()
+        translate(source, Language::Metal3_2).err().unwrap_or_default()
     }
 
     #[test]
@@ -427,6 +477,7 @@ mod tests {
              device const float* x [[buffer(0)]], constant float4& y [[buffer(7)]],\n\
              threadgroup float* z [[threadgroup(1)]], uint lane [[thread_index_in_simdgroup]]) {\n\
              threadgroup float s[4][N];\n}\n",
+            Language::Metal3_2,
         )
         .expect("no lint");
         assert_eq!(unit.constants, ["N"]);
@@ -488,6 +539,16 @@ mod tests {
             let lints = lints(bad);
             assert!(lints.len() == 1 && lints[0].contains(what), "{bad}: {lints:?}");
         }
+    }
+
+    #[test]
+    fn types_are_hidden_only_where_they_cannot_be_written_out() {
+        let lints = |source, language| translate(source, language).err().unwrap_or_default();
+        let tile = "void f() { auto tile = product(); }";
+        assert_eq!(lints(tile, Language::Metal3_2), ["line 1: `auto` is not written in kernels"]);
+        assert_eq!(lints(tile, Language::Metal4_0), Vec::<String>::new());
+        let pointer = "void f(device float* x) { auto* y = x; }";
+        assert_eq!(lints(pointer, Language::Metal4_0), ["line 1: `auto*` has no address space"]);
     }
 
     #[test]

@@ -1,12 +1,20 @@
 //! Every fault that the emulator knows, made on purpose; and that the language means here what MSL says.
 
-use lily_metal_emu::{Bound, Command, Dispatch, Emulator, Error, LibraryId, PipelineId, Result, Slice};
+use lily_metal_emu::{Bound, Command, Dispatch, Emulator, Error, Language, LibraryId, PipelineId, Result, Slice};
 
 /// A seed for each way of ordering work.
 const ORDERS: [u32; 3] = [0, 1, 7];
 
 const FAULTS: &str = include_str!("kernels/faults.metal");
+const COPY: &str = "#include <metal_stdlib>
+using namespace metal;
+kernel void copy_values(device const float* from [[buffer(0)]], device float* to [[buffer(1)]],
+                        uint i [[thread_position_in_grid]]) {
+  to[i] = from[i];
+}
+";
 const LANGUAGE: &str = include_str!("kernels/language.metal");
+const TENSORS: &str = include_str!("kernels/tensors.metal");
 
 struct Device {
     emulator: Emulator,
@@ -16,7 +24,8 @@ struct Device {
 impl Device {
     fn new(order: u32, source: &str) -> Device {
         let mut emulator = Emulator::new(order).expect("it works");
-        let library = emulator.library("test.metal", source).expect("it works");
+        let language = if source == TENSORS { Language::Metal4_0 } else { Language::Metal3_2 };
+        let library = emulator.library("test.metal", source, language).expect("it works");
         Device { emulator, library }
     }
 
@@ -28,6 +37,13 @@ impl Device {
         let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
         let buffer = self.emulator.buffer(bytes.len(), false).expect("it works");
         let slice = Slice { buffer, offset: 0, bytes: bytes.len() };
+        self.emulator.write(slice).expect("it works").copy_from_slice(&bytes);
+        slice
+    }
+
+    fn halves(&mut self, bits: &[u16]) -> Slice {
+        let slice = self.floats(&vec![0.0; bits.len() / 2]);
+        let bytes: Vec<u8> = bits.iter().flat_map(|half| half.to_le_bytes()).collect();
         self.emulator.write(slice).expect("it works").copy_from_slice(&bytes);
         slice
     }
@@ -53,8 +69,12 @@ fn number(n: u32) -> Bound {
 
 /// What `kernel` is stopped for, in each order; `y` has room for 64 values and is bound for writing at slot 0.
 fn faults(kernel: &str, more: &[(usize, Bound)], groups: u32, threads: u32) -> Vec<String> {
+    faults_of(FAULTS, kernel, more, groups, threads)
+}
+
+fn faults_of(file: &str, kernel: &str, more: &[(usize, Bound)], groups: u32, threads: u32) -> Vec<String> {
     let fault = |order| {
-        let mut device = Device::new(order, FAULTS);
+        let mut device = Device::new(order, file);
         let pipeline = device.pipeline(kernel);
         let y = device.floats(&[0.0; 64]);
         let mut bindings = vec![(0, Bound::Write(y))];
@@ -322,8 +342,7 @@ fn matrices_multiply_and_threadgroup_memory_comes_from_the_encoder() {
     // 1024 + code is a half whose bits are easily made.
     let b: Vec<u16> = (0..64u16).map(|i| 0x6400 | (i * 5 % 13)).collect();
     let (x, c) = (device.floats(&a), device.floats(&[0.25; 64]));
-    let w = device.floats(&[0.0; 32]);
-    device.emulator.write(w).unwrap().copy_from_slice(&b.iter().flat_map(|h| h.to_le_bytes()).collect::<Vec<u8>>());
+    let w = device.halves(&b);
     let bindings = vec![(0, Bound::Read(x)), (1, Bound::Read(w)), (2, Bound::Write(c))];
     let mut command = dispatch(pipeline, bindings, 1, 32);
     let refused = device.emulator.commit(vec![Command::Dispatch(command.clone())]).unwrap_err();
@@ -337,11 +356,67 @@ fn matrices_multiply_and_threadgroup_memory_comes_from_the_encoder() {
     }
 }
 
+/// Run they are only where a GPU is, see tools/metal-on-nvidia.sh.
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn files_compile_for_an_nvidia_gpu() {
+    let folder = std::env::temp_dir().join(format!("metal-nvidia-{}", std::process::id()));
+    for (source, language) in [(LANGUAGE, Language::Metal3_2), (TENSORS, Language::Metal4_0)] {
+        lily_metal_emu::nvidia::compile(&folder, "test.metal", source, language).unwrap();
+    }
+    let texts: Vec<String> =
+        folder.read_dir().unwrap().map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap()).collect();
+    std::fs::remove_dir_all(&folder).unwrap();
+    for kernel in ["vectors", "lanes", "product"] {
+        let entry = format!(".entry msl_kernel_{kernel}(");
+        assert!(texts.iter().any(|text| text.contains(&entry)), "{kernel}");
+    }
+}
+
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn tensors_multiply_whatever_lies_where() {
+    // 1024 + code is a half whose bits are easily made.
+    let halves = |n: u16, factor: u16| -> Vec<u16> { (0..n * 64).map(|i| 0x6400 | (i % 251 * factor % 17)).collect() };
+    let (a, b) = (halves(32, 5), halves(16, 3));
+    for order in ORDERS {
+        let mut device = Device::new(order, TENSORS);
+        let pipeline = device.pipeline("product");
+        let (x, w, y) = (device.halves(&a), device.halves(&b), device.floats(&[0.0; 512]));
+        let bindings = vec![(0, Bound::Read(x)), (1, Bound::Read(w)), (2, Bound::Write(y))];
+        device.run(vec![Command::Dispatch(dispatch(pipeline, bindings, 1, 64))]).unwrap();
+        for (i, got) in device.read(y).iter().enumerate() {
+            let (row, column) = (i / 16, i % 16);
+            let value = |bits: u16| f64::from((bits & 0x3ff) + 1024);
+            let sum: f64 = (0..64).map(|k| value(a[row * 64 + k]) * value(b[column * 64 + k])).sum();
+            // Near 1.3e8, where neighbours are 8 apart; a sum of 128 products has a few roundings.
+            let expected = 2.0 * sum + row as f64;
+            assert!((f64::from(*got) - expected).abs() <= 64.0, "{row}, {column}: {got} and {expected}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn tensors_are_multiplied_by_all_with_barriers_around() {
+    let faults = |kernel, threads| faults_of(TENSORS, kernel, &[], 1, threads);
+    assert_each_has(&faults("product_of_what_was_not_waited_for", 64), "race: another simdgroup");
+    assert_each_has(&faults("operand_overwritten_at_once", 64), "race: another simdgroup");
+    assert_each_has(&faults("product_by_one_simdgroup", 32), "other simdgroups than those of the threadgroup");
+    assert_each_has(&faults("extents_of_another_product", 64), "extents of its descriptor");
+    assert_each_has(&faults("every_element", 64), "outside of every bound buffer");
+    for message in faults("product_by_one_simdgroup", 64) {
+        assert!(message.contains("a thread returned") || message.contains("after a thread has returned"), "{message}");
+    }
+}
+
 #[test]
 #[ignore = "needs clang-19; .ci/run installs it and runs them"]
 fn what_apples_compiler_would_refuse_is_refused() {
     let mut emulator = Emulator::new(0).unwrap();
-    let refusal = |emulator: &mut Emulator, source: &str| emulator.library("k.metal", source).unwrap_err().to_string();
+    let refusal = |emulator: &mut Emulator, source: &str| {
+        emulator.library("k.metal", source, Language::Metal3_2).unwrap_err().to_string()
+    };
     let spaces = refusal(&mut emulator, include_str!("kernels/address_spaces.metal"));
     assert!(spaces.contains("first") && spaces.contains("4"), "{spaces}");
     let head = "#include <metal_stdlib>\nusing namespace metal;\n";
@@ -355,4 +430,56 @@ fn what_apples_compiler_would_refuse_is_refused() {
         let refusal = refusal(&mut emulator, &format!("{head}{source}\n"));
         assert!(refusal.contains(what), "{what}: {refusal}");
     }
+    let tensors = refusal(&mut emulator, TENSORS);
+    assert!(tensors.contains("`auto` is not written in kernels"), "{tensors}");
+    let head = head.to_owned()
+        + "#include <metal_tensor>\n#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>\n";
+    let mut refusal = |source: &str| {
+        emulator.library("k.metal", &format!("{head}{source}\n"), Language::Metal4_0).unwrap_err().to_string()
+    };
+    let tensor = "typedef tensor<threadgroup half, dextents<int32_t, 2>, tensor_inline> Operand;\n";
+    let product = "mpp::tensor_ops::matmul2d<mpp::tensor_ops::matmul2d_descriptor(16, 16, 64, false, true), execution_simdgroups<1>> p;";
+    for (source, what) in [
+        ("struct S { uint x; }; inline S f() { return {.x = 1}; }".to_owned(), "C++20"),
+        ("inline void f(threadgroup half* x) { tensor<device half, dextents<int32_t, 2>, tensor_inline> t(x, dextents<int32_t, 2>(8, 8)); }".to_owned(), "cannot pass pointer to address space '__local'"),
+        (format!("{tensor}inline void f() {{ {product} auto t = p.get_destination_cooperative_tensor<Operand, Operand, half>(); }}"), "multiplies halves into floats"),
+        (format!("{tensor}inline void f() {{ {} }}", product.replace("16, 16, 64", "8, 8, 64") + " auto t = p.get_destination_cooperative_tensor<Operand, Operand, float>();"), "multiple of 16"),
+    ] {
+        let refusal = refusal(&source);
+        assert!(refusal.contains(what), "{what}: {refusal}");
+    }
+}
+
+/// A kernel reads a file where it is mapped; binding it for writing is refused, and so is writing it by the host.
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn a_mapped_file_is_read_and_never_written() {
+    let mut file = tempfile::tempfile().expect("a file");
+    let values: Vec<f32> = (0..5000).map(|i| i as f32).collect();
+    let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+    std::io::Write::write_all(&mut file, &bytes).expect("written");
+    let mut device = Device::new(0, COPY);
+    assert!(matches!(device.emulator.map(&file, bytes.len() + 1), Err(Error::Memory { .. })));
+    let buffer = device.emulator.map(&file, bytes.len()).expect("mapped");
+    let pipeline = device.pipeline("copy_values");
+    let (from, to) = (Slice { buffer, offset: 16, bytes: 64 * 4 }, device.floats(&[0.0; 64]));
+    let run = |device: &mut Device, from: Slice, to: Slice| {
+        let bindings = vec![(0, Bound::Read(from)), (1, Bound::Write(to))];
+        device.run(vec![Command::Dispatch(dispatch(pipeline, bindings, 1, 64))])
+    };
+    run(&mut device, from, to).expect("run");
+    assert_eq!(device.read(to), values[4..68]);
+    let refused = |result: Result<()>| {
+        let error = result.expect_err("refused");
+        assert!(error.to_string().contains("is a mapped file, which nothing may write"), "{error}");
+    };
+    refused(run(&mut device, to, from));
+    refused(device.emulator.write(from).map(|_| ()));
+    refused(device.emulator.copy(to, from));
+    let Err(Error::Fault { message, .. }) = run(&mut device, Slice { bytes: 63 * 4, ..from }, to) else {
+        panic!("it read beyond what is bound")
+    };
+    assert!(message.contains("outside of every bound buffer"), "{message}");
+    device.emulator.free(buffer).expect("freed");
+    assert!(std::fs::read(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file))).expect("read") == bytes);
 }

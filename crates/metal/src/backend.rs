@@ -15,6 +15,7 @@ use crate::forward::{Forward, Token};
 use crate::kernels::gemv::NO_ID;
 use crate::plan::Plan;
 use crate::prefill::{MANY, Prefill, Tokens};
+use crate::room;
 use crate::sample::{self, is_plain_greedy};
 use crate::state::{Layout, Sampled, Snapshot, State};
 use crate::step::{self, ANGLES, MAX_ROWS, Pending, RowResult, Sampling, StepSet, angles};
@@ -50,22 +51,25 @@ fn unknown(what: &'static str, id: u64) -> Error {
 }
 
 impl<G: Gpu> MetalBackend<G> {
-    /// Compiles the kernels and copies the weights.
+    /// Compiles the kernels, maps or copies the weights.
     pub(crate) fn load(mut gpu: G, checkpoint: &Checkpoint, options: &LoadOptions) -> Result<MetalBackend<G>> {
         let plan = Plan::new(&mut gpu, checkpoint, options)?;
         let shape = &plan.shape;
-        let max_context = options.max_context.unwrap_or(shape.max_context).max(1);
-        let max_chunk = plan.prefill.most_tokens.min(max_context);
         let layout = Layout::new(shape, options.kv);
+        let how: Vec<String> = std::iter::once(gpu.name()).chain(plan.prefill.how.clone()).collect();
+        let used = plan.mapped_bytes + plan.weight_bytes + plan.scratch_bytes;
+        let fitting = || room::context(&gpu, used, layout.bytes(), shape.max_context);
+        let max_context = options.max_context.unwrap_or_else(fitting).max(1);
+        let max_chunk = plan.prefill.most_tokens.min(max_context);
         let caps = Caps {
-            name: format!("metal ({})", gpu.name()),
+            name: format!("metal ({})", how.join(", ")),
             max_context,
             max_chunk,
             max_rows: MAX_ROWS,
             steps_in_flight: STEPS_IN_FLIGHT,
             overlaps: true,
-            bytes_per_token: layout.per_token(),
-            bytes_per_state: layout.recurrent(),
+            bytes_per_token: layout.bytes().per_token,
+            bytes_per_state: layout.bytes().whatever,
             vocab: shape.vocab,
         };
         let sets = (0..STEP_SETS).map(|_| StepSet::new(&mut gpu, max_chunk)).collect::<Result<Vec<_>>>()?;
@@ -449,12 +453,12 @@ impl<G: Gpu> Backend for MetalBackend<G> {
             let most = self.caps.max_context;
             return Err(Error::BadStep(format!("a state of {capacity} tokens; it may have 1 to {most}")));
         }
-        let needed = capacity.saturating_mul(self.caps.bytes_per_token).saturating_add(self.caps.bytes_per_state);
         let memory = self.memory();
-        let used = memory.weights_owned + memory.states + memory.snapshots + memory.scratch;
-        let available = self.gpu.memory_bytes().saturating_sub(used);
-        if needed > available {
-            return Err(Error::OutOfMemory { what: format!("a state of {capacity} tokens"), needed, available });
+        let weights = memory.weights_mapped + memory.weights_owned;
+        let used = weights + memory.states + memory.snapshots + memory.scratch;
+        let state = self.layout.bytes();
+        if state.of(capacity) > self.gpu.memory_bytes().saturating_sub(used) {
+            return Err(room::no_room_for_state(&self.gpu, used, state, capacity));
         }
         let state = State::new(&mut self.gpu, self.layout, capacity)?;
         let id = self.next_state;
@@ -648,7 +652,7 @@ impl<G: Gpu> Backend for MetalBackend<G> {
 
     fn memory(&self) -> MemoryReport {
         MemoryReport {
-            weights_mapped: 0,
+            weights_mapped: self.plan.mapped_bytes,
             weights_owned: self.plan.weight_bytes,
             states: self.states.values().map(State::bytes).sum(),
             snapshots: self.snapshots.values().map(Snapshot::bytes).sum(),

@@ -4,6 +4,7 @@
 //! runs on a Mac.
 
 use lily_backend::{Error, Result};
+use lily_model::MappedFile;
 
 /// A buffer of memory that host and GPU share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,9 +147,19 @@ impl Pass {
     }
 }
 
-/// A file of kernels: its name for messages, and its whole text.
+/// The version of the Metal Shading Language that a file is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Language {
+    /// Of macOS 15.
+    Metal3_2,
+    /// Of macOS 26, with tensors.
+    Metal4_0,
+}
+
+/// A file of kernels: its name for messages, its language, and its whole text.
 pub(crate) struct Source {
     pub(crate) name: &'static str,
+    pub(crate) language: Language,
     pub(crate) text: String,
 }
 
@@ -170,11 +181,20 @@ pub(crate) trait Gpu: Send {
     /// Its name.
     fn name(&self) -> String;
 
+    /// Whether it has units that multiply the tensors of [`Language::Metal4_0`]; if not, what it lacks.
+    fn tensor_units(&self) -> std::result::Result<(), String>;
+
     /// Bytes that it can hold at a time.
     fn memory_bytes(&self) -> usize;
 
+    /// Bytes of the machine's memory, of which the former are a part.
+    fn machine_bytes(&self) -> usize;
+
     /// A buffer of any content; `what` is for the message of [`Error::OutOfMemory`].
     fn buffer(&mut self, bytes: usize, what: &str) -> Result<Buffer>;
+
+    /// A whole file, as it is mapped, as a buffer that is only read; nothing is copied. `None` if the device does not take it.
+    fn map(&mut self, file: &MappedFile) -> Result<Option<Buffer>>;
 
     /// Gives a buffer back.
     fn free(&mut self, buffer: Buffer);
@@ -188,7 +208,7 @@ pub(crate) trait Gpu: Send {
     /// Copies bytes into a slice.
     fn write(&mut self, to: Slice, from: &[u8]) -> Result<()>;
 
-    /// All bytes of a buffer, to be written by the host.
+    /// All bytes of a buffer that is no file, to be written by the host.
     fn contents(&mut self, buffer: Buffer) -> Result<&mut [u8]>;
 
     /// Copies between slices of equal length that do not overlap.

@@ -4,8 +4,11 @@ use std::collections::HashMap;
 
 use lily_backend::Result;
 use lily_metal_emu::{self as emu, Emulator, LibraryId, PipelineId};
+use lily_model::MappedFile;
 
-use crate::device::{Bound, Buffer, Command, Commit, Dispatch, Gpu, KernelSpec, Pipeline, Slice, Source, device_error};
+use crate::device::{
+    Bound, Buffer, Command, Commit, Dispatch, Gpu, KernelSpec, Language, Pipeline, Slice, Source, device_error,
+};
 
 /// A GPU of the mind.
 pub(crate) struct Emulated {
@@ -18,8 +21,14 @@ pub(crate) struct Emulated {
     next_buffer: u32,
     /// Dispatches and barriers of the last commit.
     pub(crate) counts: (usize, usize),
-    /// A kernel that it does not take.
-    pub(crate) refuses: Option<&'static str>,
+    /// Whether it has tensor units.
+    tensor_units: bool,
+    /// See `refusing`.
+    refuses: Option<&'static str>,
+    /// See `misreading`.
+    misreads: Option<(&'static str, &'static str)>,
+    /// Bytes that it says it and its machine have.
+    pub(crate) memory: [usize; 2],
 }
 
 impl Emulated {
@@ -33,8 +42,32 @@ impl Emulated {
             commits: Vec::new(),
             next_buffer: 0,
             counts: (0, 0),
+            tensor_units: false,
             refuses: None,
+            misreads: None,
+            memory: [8 << 30, 12 << 30],
         }
+    }
+
+    /// The same with tensor units.
+    pub(crate) fn with_tensor_units(order: u32) -> Emulated {
+        Emulated { tensor_units: true, ..Emulated::new(order) }
+    }
+
+    /// It refuses this file or kernel; of a kernel in two languages that of the later one.
+    pub(crate) fn refusing(self, refused: &'static str) -> Emulated {
+        Emulated { refuses: Some(refused), ..self }
+    }
+
+    /// In files of Metal 4 it reads `instead` for `what`.
+    pub(crate) fn misreading(self, what: &'static str, instead: &'static str) -> Emulated {
+        Emulated { misreads: Some((what, instead)), ..self }
+    }
+
+    /// Whether this is a file or kernel that it refuses.
+    fn refuses(&self, source: &Source, kernel: &str) -> bool {
+        let is_meant = self.refuses == Some(kernel) || self.refuses == Some(source.name);
+        is_meant && (!self.tensor_units || source.language == Language::Metal4_0)
     }
 
     pub(crate) fn slice(&self, slice: Slice) -> emu::Slice {
@@ -63,8 +96,16 @@ impl Gpu for Emulated {
         "emulated".into()
     }
 
+    fn tensor_units(&self) -> std::result::Result<(), String> {
+        if self.tensor_units { Ok(()) } else { Err("an emulator without tensor units".into()) }
+    }
+
     fn memory_bytes(&self) -> usize {
-        8 << 30
+        self.memory[0]
+    }
+
+    fn machine_bytes(&self) -> usize {
+        self.memory[1]
     }
 
     fn buffer(&mut self, bytes: usize, _what: &str) -> Result<Buffer> {
@@ -75,20 +116,37 @@ impl Gpu for Emulated {
         Ok(Buffer(id))
     }
 
+    fn map(&mut self, file: &MappedFile) -> Result<Option<Buffer>> {
+        let Some(opened) = file.file() else { return Ok(None) };
+        let buffer = self.emulator.map(opened, file.bytes().len()).map_err(device_error)?;
+        let id = self.next_buffer;
+        self.next_buffer += 1;
+        self.buffers.insert(id, buffer);
+        Ok(Some(Buffer(id)))
+    }
+
     fn free(&mut self, buffer: Buffer) {
         let buffer = self.buffers.remove(&buffer.0).expect("a buffer is freed once");
         self.emulator.free(buffer).expect("a buffer is freed when nothing uses it");
     }
 
     fn pipeline(&mut self, source: &Source, spec: &KernelSpec<'_>) -> Result<Pipeline> {
-        if self.refuses == Some(spec.kernel) {
+        if self.refuses(source, spec.kernel) {
             return Err(device_error("a kernel that it does not take"));
         }
         let known = self.libraries.get(source.name).filter(|(text, _)| *text == source.text);
+        let (text, language) = match (source.language, self.misreads) {
+            (Language::Metal3_2, _) => (source.text.clone(), emu::Language::Metal3_2),
+            (Language::Metal4_0, None) => (source.text.clone(), emu::Language::Metal4_0),
+            (Language::Metal4_0, Some((what, instead))) => {
+                assert!(source.text.contains(what), "{what} is not in {}", source.name);
+                (source.text.replace(what, instead), emu::Language::Metal4_0)
+            }
+        };
         let library = match known {
             Some((_, library)) => *library,
             None => {
-                let library = self.emulator.library(source.name, &source.text).map_err(device_error)?;
+                let library = self.emulator.library(source.name, &text, language).map_err(device_error)?;
                 self.libraries.insert(source.name, (source.text.clone(), library));
                 library
             }

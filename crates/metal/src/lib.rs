@@ -2,8 +2,9 @@
 //!
 //! - `forward`: the forward pass of one token, one function per block; `prefill`: that of many; `trace`: their stages;
 //! - `kernels`: shaders, each with its wrapper beside it;
-//! - `plan`: what is decided at load; `load`: how weights come into device memory; `state`: what a session keeps; `step`: the checks of a step and its results; `sample`:
-//!   sampling on the host, but for the highest logit, which the GPU finds;
+//! - `plan`: what is decided at load; `load`: how weights come into device memory; `room`: what to say if they do not fit; `state`: what
+//!   a session keeps; `step`: the checks of a step and its results; `sample`: sampling on the host, but for the highest logit, which
+//!   the GPU finds;
 //! - `device`: the trait that a GPU implements, `macos` on a Mac and the emulator of `lily-metal-emu` in tests.
 //!
 //! A step is encoded as a few command buffers and returns at once. A second step may follow before the first is waited for; the
@@ -26,6 +27,7 @@ mod load;
 mod macos;
 mod plan;
 mod prefill;
+mod room;
 mod sample;
 mod state;
 mod step;
@@ -39,7 +41,7 @@ use lily_model::{Checkpoint, Shape};
 pub use kernels::KernelReport;
 pub use state::KvDtype;
 
-/// The model on this Mac's GPU: compiles the kernels and copies the weights.
+/// The model on this Mac's GPU: compiles the kernels, maps or copies the weights.
 ///
 /// Fails with [`Unavailable`](lily_backend::Error::Unavailable) where there is no Apple GPU, macOS 15 or kernel for the
 /// checkpoint, with [`OutOfMemory`](lily_backend::Error::OutOfMemory) if the GPU may not hold the weights.
@@ -73,7 +75,7 @@ pub fn survey(_shape: &Shape, _kv: KvDtype) -> Result<Vec<KernelReport>> {
 pub struct LoadOptions {
     /// Element type of the KV cache.
     pub kv: KvDtype,
-    /// Longest context of a state in tokens; `None`: what the model was trained for.
+    /// Longest context of a state in tokens; `None`: what fits beside the weights, at most what the model was trained for.
     pub max_context: Option<usize>,
     /// Most tokens of a row in one step; `None`: as many as the memory of the device is good for.
     pub max_chunk: Option<usize>,

@@ -8,9 +8,10 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 
 use lily_backend::{Error, Result};
+use lily_model::MappedFile;
 use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::{AnyClass, ProtocolObject};
-use objc2_foundation::{NSError, NSString};
+use objc2_foundation::{NSError, NSProcessInfo, NSString};
 use objc2_metal::{
     MTLAllocation, MTLBarrierScope, MTLBuffer, MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandEncoder,
     MTLCommandQueue, MTLCompileOptions, MTLComputeCommandEncoder, MTLComputePipelineState,
@@ -19,11 +20,17 @@ use objc2_metal::{
     MTLSize,
 };
 
-use crate::device::{Bound, Buffer, Command, Commit, Dispatch, Gpu, KernelSpec, Pipeline, Slice, Source, device_error};
+use crate::device::{
+    Bound, Buffer, Command, Commit, Dispatch, Gpu, KernelSpec, Language, Pipeline, Slice, Source, device_error,
+};
+use crate::room;
 
 // The system's default device is only found by processes that link this.
 #[link(name = "CoreGraphics", kind = "framework")]
 unsafe extern "C" {}
+
+/// A page of Apple's processors.
+const PAGE_BYTES: usize = 16 << 10;
 
 type Device = Retained<ProtocolObject<dyn MTLDevice>>;
 type DeviceBuffer = Retained<ProtocolObject<dyn MTLBuffer>>;
@@ -35,6 +42,8 @@ pub(crate) struct MacGpu {
     queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
     resident: Retained<ProtocolObject<dyn MTLResidencySet>>,
     buffers: HashMap<u32, DeviceBuffer>,
+    /// What some of the buffers are made of.
+    files: HashMap<u32, MappedFile>,
     libraries: HashMap<&'static str, (String, Library)>,
     pipelines: Vec<Retained<ProtocolObject<dyn MTLComputePipelineState>>>,
     /// Committed and not waited for.
@@ -78,6 +87,7 @@ impl MacGpu {
                 queue,
                 resident,
                 buffers: HashMap::new(),
+                files: HashMap::new(),
                 libraries: HashMap::new(),
                 pipelines: Vec::new(),
                 commits: VecDeque::new(),
@@ -85,6 +95,19 @@ impl MacGpu {
                 next_commit: 0,
             })
         })
+    }
+
+    /// Makes a buffer resident, as long as it is kept.
+    fn keep(&mut self, buffer: DeviceBuffer) -> Buffer {
+        let allocation: &ProtocolObject<dyn MTLAllocation> = ProtocolObject::from_ref(&*buffer);
+        self.resident.addAllocation(allocation);
+        self.resident.commit();
+        // Now, and not before the first command that uses it.
+        self.resident.requestResidency();
+        let id = self.next_buffer;
+        self.next_buffer += 1;
+        self.buffers.insert(id, buffer);
+        Buffer(id)
     }
 
     fn buffer_of(&self, slice: Slice) -> Result<&DeviceBuffer> {
@@ -109,7 +132,10 @@ impl MacGpu {
             return Ok(library.clone());
         }
         let options = MTLCompileOptions::new();
-        options.setLanguageVersion(MTLLanguageVersion::Version3_2);
+        options.setLanguageVersion(match source.language {
+            Language::Metal3_2 => MTLLanguageVersion::Version3_2,
+            Language::Metal4_0 => MTLLanguageVersion::Version4_0,
+        });
         // Fast math would take infinities and NaN as absent, which masks and checks are made of.
         options.setMathMode(MTLMathMode::Safe);
         let text = NSString::from_str(&source.text);
@@ -149,8 +175,21 @@ impl Gpu for MacGpu {
         self.device.name().to_string()
     }
 
+    fn tensor_units(&self) -> std::result::Result<(), String> {
+        // A system answers no for families that it has never heard of.
+        match (self.device.supportsFamily(MTLGPUFamily::Apple10), self.device.supportsFamily(MTLGPUFamily::Metal4)) {
+            (false, _) => Err("GPUs before that of M5 have no tensor units".into()),
+            (true, false) => Err("Metal 4 needs macOS 26 or newer".into()),
+            (true, true) => Ok(()),
+        }
+    }
+
     fn memory_bytes(&self) -> usize {
         usize::try_from(self.device.recommendedMaxWorkingSetSize()).unwrap_or(usize::MAX)
+    }
+
+    fn machine_bytes(&self) -> usize {
+        usize::try_from(NSProcessInfo::processInfo().physicalMemory()).unwrap_or(usize::MAX)
     }
 
     fn buffer(&mut self, bytes: usize, what: &str) -> Result<Buffer> {
@@ -161,13 +200,32 @@ impl Gpu for MacGpu {
             let available = self.memory_bytes().saturating_sub(allocated);
             Error::OutOfMemory { what: what.into(), needed: bytes, available }
         })?;
-        let allocation: &ProtocolObject<dyn MTLAllocation> = ProtocolObject::from_ref(&*buffer);
-        self.resident.addAllocation(allocation);
-        self.resident.commit();
-        let id = self.next_buffer;
-        self.next_buffer += 1;
-        self.buffers.insert(id, buffer);
-        Ok(Buffer(id))
+        Ok(self.keep(buffer))
+    }
+
+    fn map(&mut self, file: &MappedFile) -> Result<Option<Buffer>> {
+        let bytes = file.bytes();
+        let length = bytes.len().next_multiple_of(PAGE_BYTES);
+        if length > self.device.maxBufferLength() {
+            return Ok(None);
+        }
+        let pages = NonNull::from(bytes).cast::<c_void>();
+        // SAFETY: the map begins on a page and holds whole ones. `files` keeps it as long as the buffer is kept, and `drop` waits for
+        // what the GPU does with it. Slices of it are bound for reading alone, which the emulator has held kernels to, and the host
+        // writes no buffer of weights.
+        let buffer = unsafe {
+            self.device.newBufferWithBytesNoCopy_length_options_deallocator(
+                pages,
+                length,
+                MTLResourceOptions::StorageModeShared,
+                None,
+            )
+        };
+        Ok(buffer.map(|buffer| {
+            let id = self.keep(buffer);
+            self.files.insert(id.0, file.clone());
+            id
+        }))
     }
 
     fn free(&mut self, buffer: Buffer) {
@@ -176,6 +234,7 @@ impl Gpu for MacGpu {
             self.resident.removeAllocation(allocation);
             self.resident.commit();
         }
+        self.files.remove(&buffer.0);
     }
 
     fn pipeline(&mut self, source: &Source, spec: &KernelSpec<'_>) -> Result<Pipeline> {
@@ -276,15 +335,24 @@ impl Gpu for MacGpu {
                 buffer.waitUntilCompleted();
                 match buffer.status() {
                     MTLCommandBufferStatus::Completed => Ok(()),
-                    status => {
-                        let why = buffer.error().map_or_else(|| format!("status {status:?}"), |error| words_of(&error));
-                        Err(device_error(format!("a command buffer failed: {why}")))
-                    }
+                    status => Err(match buffer.error() {
+                        Some(error) => room::failure(error.code(), &words_of(&error)),
+                        None => room::failure(0, &format!("status {status:?}")),
+                    }),
                 }
             });
             // What comes after a failed one computes on what it left behind: the first error is the one that tells.
             result = result.and(ended);
         }
         result
+    }
+}
+
+impl Drop for MacGpu {
+    /// Mapped files may go only when the GPU is done with them.
+    fn drop(&mut self) {
+        for (_, buffer) in self.commits.drain(..) {
+            buffer.waitUntilCompleted();
+        }
     }
 }

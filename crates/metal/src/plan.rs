@@ -1,11 +1,11 @@
 //! What is decided once, at load: that the checkpoint is one that the kernels have, where its weights lie in device memory,
 //! which pipelines run, and the scratch memory between them.
 //!
-//! Weights keep the packed form of the checkpoint. Matrices that are read by one dispatch are stacked into one; they are copied
-//! anyway, because nothing in a published file is aligned. They are read from the files, so that no second copy stays in memory.
+//! Weights keep the packed form of the checkpoint. Matrices that are read by one dispatch are stacked into one: where they lie so in
+//! an aligned file, as `lily align` writes it, that is used as it is mapped; else they are read from the files, so that no second
+//! copy stays in memory. Nothing in a published file is aligned.
 
 use lily_backend::{Error, Result};
-use lily_model::safetensors::TensorBytes;
 use lily_model::{AttentionWeights, Bits, Checkpoint, DeltaWeights, Mixer, MoeWeights, QuantMatrix, Shape};
 use sha2::{Digest, Sha256};
 
@@ -17,8 +17,9 @@ use crate::kernels::embed::Embed;
 use crate::kernels::gemv::{Candidates, Gemv, Head, Residual};
 use crate::kernels::moe::{Experts, Moe, Routed};
 use crate::kernels::{Builder, KernelReport, Matrix, Stream, stream_groups};
-use crate::load::{self, Piece};
+use crate::load::{self, Mapped, Piece};
 use crate::prefill::PrefillPlan;
+use crate::room;
 use crate::state::KvDtype;
 
 /// The decisions.
@@ -34,6 +35,9 @@ pub(crate) struct Plan {
     pub(crate) prefill: PrefillPlan,
     /// Of checkpoint and KV dtype: exports belong to one.
     pub(crate) fingerprint: [u8; 32],
+    /// Of files that are used as they are mapped.
+    pub(crate) mapped_bytes: usize,
+    /// Of copies.
     pub(crate) weight_bytes: usize,
     pub(crate) scratch_bytes: usize,
 }
@@ -113,41 +117,41 @@ impl Plan {
         let needed = weights.quantized_bytes();
         let available = gpu.memory_bytes();
         if needed > available {
-            // What macOS lets a GPU hold is less than the memory; the user may allow it more.
-            let megabytes = (needed >> 20) + ROOM_MEGABYTES;
-            let what = format!(
-                "the weights (`sudo sysctl iogpu.wired_limit_mb={megabytes}` allows as much until the next start)"
-            );
-            return Err(Error::OutOfMemory { what, needed, available });
+            return Err(room::no_room_for_weights(gpu, needed, ROOM_BYTES));
         }
         let kernels = Kernels::plan(&mut Builder::new(gpu, &shape, kv), &shape)?;
+        let mapped = Mapped::new(gpu, weights)?;
         let mut weight_bytes = 0;
         let mut layers = Vec::with_capacity(shape.layers);
         for layer in &weights.layers {
-            let matrices = mixer_matrices(&layer.mixer).into_iter().chain(moe_matrices(&layer.moe));
             // Vectors of a layer, all together, are shorter than this many rows of the stream.
             let vectors = 4 * (2 * shape.hidden + 5 * shape.conv_width());
-            let mut arena =
-                Arena::new(gpu, matrices.map(QuantMatrix::total_bytes).sum::<usize>() + vectors, "a layer")?;
+            let mut arena = Arena::new(gpu, mapped.to_copy(&layer.stacks()) + vectors, "a layer")?;
             layers.push(LayerPlan {
                 mixer_norm: arena.vector(gpu, &layer.mixer_norm)?,
                 mixer: match &layer.mixer {
-                    Mixer::Delta(delta) => MixerPlan::delta(gpu, &mut arena, delta, &shape)?,
-                    Mixer::Attention(attention) => MixerPlan::attention(gpu, &mut arena, attention)?,
+                    Mixer::Delta(delta) => MixerPlan::delta(gpu, &mapped, &mut arena, delta, &shape)?,
+                    Mixer::Attention(attention) => MixerPlan::attention(gpu, &mapped, &mut arena, attention)?,
                 },
                 moe_norm: arena.vector(gpu, &layer.moe_norm)?,
-                experts: experts(gpu, &mut arena, &layer.moe)?,
+                experts: experts(gpu, &mapped, &mut arena, &layer.moe)?,
             });
             weight_bytes += arena.bytes;
         }
-        let outside = weights.embedding.total_bytes() + weights.head.total_bytes() + 4 * shape.hidden;
+        let outside = mapped.to_copy(&[vec![&weights.embedding], vec![&weights.head]]) + 4 * shape.hidden;
         let mut arena = Arena::new(gpu, outside, "embedding and head")?;
-        let embedding = arena.stack(gpu, &[whole(&weights.embedding)])?;
-        let head = arena.stack(gpu, &[whole(&weights.head)])?;
+        let embedding = arena.stack(gpu, &mapped, &[&weights.embedding])?;
+        let head = arena.stack(gpu, &mapped, &[&weights.head])?;
         let final_norm = arena.vector(gpu, &weights.norm)?;
         weight_bytes += arena.bytes;
         let (scratch, scratch_bytes) = Scratch::new(gpu, &shape, kernels.head.candidates())?;
-        let prefill = PrefillPlan::new(gpu, &shape, kv, options.max_chunk, available.saturating_sub(weight_bytes))?;
+        let prefill = PrefillPlan::new(
+            gpu,
+            &shape,
+            kv,
+            options.max_chunk,
+            available.saturating_sub(mapped.bytes() + weight_bytes),
+        )?;
         let fingerprint = fingerprint(checkpoint, kv);
         Ok(Plan {
             shape,
@@ -160,6 +164,7 @@ impl Plan {
             scratch_bytes: scratch_bytes + prefill.bytes,
             prefill,
             fingerprint,
+            mapped_bytes: mapped.bytes(),
             weight_bytes,
         })
     }
@@ -199,45 +204,47 @@ impl Kernels {
 }
 
 impl MixerPlan {
-    fn delta(gpu: &mut dyn Gpu, arena: &mut Arena, w: &DeltaWeights, shape: &Shape) -> Result<MixerPlan> {
+    fn delta(
+        gpu: &mut dyn Gpu,
+        mapped: &Mapped,
+        arena: &mut Arena,
+        w: &DeltaWeights,
+        shape: &Shape,
+    ) -> Result<MixerPlan> {
         // By age, so that channels are adjacent.
         let taps = (0..Shape::CONV_TAPS).flat_map(|tap| w.conv.iter().skip(tap).step_by(Shape::CONV_TAPS).copied());
         let taps: Vec<f32> = taps.collect();
         assert_eq!(taps.len(), Shape::CONV_TAPS * shape.conv_width());
         let rates: Vec<f32> = w.a_log.iter().map(|a| f64::from(*a).exp() as f32).collect();
         Ok(MixerPlan::Delta {
-            input: arena.stack(gpu, &[&w.qkv, &w.z, &w.b, &w.a].map(whole))?,
+            input: arena.stack(gpu, mapped, &w.input())?,
             vectors: DeltaVectors {
                 taps: arena.vector(gpu, &taps)?,
                 rates: arena.vector(gpu, &rates)?,
                 dt_bias: arena.vector(gpu, &w.dt_bias)?,
                 norm: arena.vector(gpu, &w.norm)?,
             },
-            out: arena.stack(gpu, &[whole(&w.out)])?,
+            out: arena.stack(gpu, mapped, &[&w.out])?,
         })
     }
 
-    fn attention(gpu: &mut dyn Gpu, arena: &mut Arena, w: &AttentionWeights) -> Result<MixerPlan> {
+    fn attention(gpu: &mut dyn Gpu, mapped: &Mapped, arena: &mut Arena, w: &AttentionWeights) -> Result<MixerPlan> {
         Ok(MixerPlan::Attention {
-            input: arena.stack(gpu, &[&w.q, &w.k, &w.v].map(whole))?,
+            input: arena.stack(gpu, mapped, &w.input())?,
             query_norm: arena.vector(gpu, &w.q_norm)?,
             key_norm: arena.vector(gpu, &w.k_norm)?,
-            out: arena.stack(gpu, &[whole(&w.o)])?,
+            out: arena.stack(gpu, mapped, &[&w.o])?,
         })
     }
 }
 
 /// Places the matrices of a mixture of experts.
-pub(crate) fn experts(gpu: &mut dyn Gpu, arena: &mut Arena, w: &MoeWeights) -> Result<Experts> {
-    let width = w.experts.gate.outputs;
-    let of_expert = |e: usize| [(&w.experts.gate, e * width, width), (&w.experts.up, e * width, width)];
-    let mut gate_up: Vec<Rows<'_>> = (0..w.experts.gate.experts).flat_map(of_expert).collect();
-    gate_up.extend([whole(&w.shared.gate), whole(&w.shared.up)]);
+pub(crate) fn experts(gpu: &mut dyn Gpu, mapped: &Mapped, arena: &mut Arena, w: &MoeWeights) -> Result<Experts> {
     Ok(Experts {
-        router: arena.stack(gpu, &[&w.router, &w.shared_gate].map(whole))?,
-        gate_up: arena.stack(gpu, &gate_up)?,
-        down: arena.stack(gpu, &[whole(&w.experts.down)])?,
-        shared_down: arena.stack(gpu, &[whole(&w.shared.down)])?,
+        router: arena.stack(gpu, mapped, &w.routers())?,
+        gate_up: arena.stack(gpu, mapped, &w.gate_up())?,
+        down: arena.stack(gpu, mapped, &[&w.experts.down])?,
+        shared_down: arena.stack(gpu, mapped, &[&w.shared.down])?,
     })
 }
 
@@ -288,18 +295,10 @@ impl Scratch {
 }
 
 /// What states and activations may need beside the weights: 1 GiB are 50,000 tokens of the full-size model.
-const ROOM_MEGABYTES: usize = 1024;
+const ROOM_BYTES: usize = 1 << 30;
 
 /// Where everything in a buffer begins: a multiple of all that Metal asks for, and of a cache line.
 const ALIGNMENT: usize = 256;
-
-/// A stretch of rows of a matrix: its first and their number.
-type Rows<'a> = (&'a QuantMatrix, usize, usize);
-
-/// All rows.
-pub(crate) fn whole(matrix: &QuantMatrix) -> Rows<'_> {
-    (matrix, 0, matrix.rows())
-}
 
 /// A buffer that is filled from its beginning.
 #[derive(Clone)]
@@ -342,39 +341,25 @@ impl Arena {
         Ok(slice)
     }
 
-    /// Places rows of matrices of one width, one below the other, as one matrix.
-    pub(crate) fn stack(&mut self, gpu: &mut dyn Gpu, parts: &[Rows<'_>]) -> Result<Matrix> {
-        let inputs = parts.first().map_or(0, |(matrix, ..)| matrix.inputs);
-        assert!(parts.iter().all(|(matrix, ..)| matrix.inputs == inputs), "stacked matrices have one width");
+    /// Places matrices of one width, one below the other, as one matrix, unless they lie so in a mapped file.
+    pub(crate) fn stack(&mut self, gpu: &mut dyn Gpu, mapped: &Mapped, parts: &[&QuantMatrix]) -> Result<Matrix> {
+        let inputs = parts.first().map_or(0, |matrix| matrix.inputs);
+        assert!(parts.iter().all(|matrix| matrix.inputs == inputs), "stacked matrices have one width");
         let mut pieces = Vec::with_capacity(3 * parts.len());
-        let mut place = |row_bytes: fn(&QuantMatrix) -> usize, bytes: fn(&QuantMatrix) -> &TensorBytes| {
-            let all = self.take(parts.iter().map(|(matrix, _, rows)| rows * row_bytes(matrix)).sum());
-            let mut to = all.offset;
-            for (matrix, first, rows) in parts {
-                let (row, from) = (row_bytes(matrix), bytes(matrix));
-                pieces.push(Piece { to, from, start: first * row, bytes: rows * row });
-                to += rows * row;
-            }
-            all
-        };
-        let codes = place(QuantMatrix::row_bytes, |matrix| &matrix.codes);
-        let scales = place(|matrix| 2 * matrix.groups(), |matrix| &matrix.scales);
-        let biases = place(|matrix| 2 * matrix.groups(), |matrix| &matrix.biases);
+        let [codes, scales, biases] = load::runs(parts).map(|run| {
+            mapped.find(&run).unwrap_or_else(|| {
+                let all = self.take(run.iter().map(|bytes| bytes.len()).sum());
+                let mut to = all.offset;
+                for from in run {
+                    pieces.push(Piece { to, from });
+                    to += from.len();
+                }
+                all
+            })
+        });
         load::fill(gpu, self.buffer, pieces)?;
         Ok(Matrix { codes, scales, biases })
     }
-}
-
-fn mixer_matrices(mixer: &Mixer) -> Vec<&QuantMatrix> {
-    match mixer {
-        Mixer::Delta(d) => vec![&d.qkv, &d.z, &d.b, &d.a, &d.out],
-        Mixer::Attention(a) => vec![&a.q, &a.k, &a.v, &a.o],
-    }
-}
-
-fn moe_matrices(moe: &MoeWeights) -> [&QuantMatrix; 8] {
-    let MoeWeights { router, experts, shared, shared_gate } = moe;
-    [router, shared_gate, &experts.gate, &experts.up, &experts.down, &shared.gate, &shared.up, &shared.down]
 }
 
 fn unavailable(reason: String) -> Error {

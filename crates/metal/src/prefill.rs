@@ -21,6 +21,8 @@ use crate::trace::{Marks, Normed, Views};
 pub(crate) const MANY: usize = 8;
 /// Most tokens at once: with 256 experts, of which a token has eight, each expert has 64 of 2048 on average, a full tile.
 const MOST_TOKENS: usize = 2048;
+/// Tokens whose logits one command buffer makes: at the sizes of the full model as much arithmetic as the experts of 2048 tokens.
+const HEAD_TOKENS: usize = 128;
 
 /// Tokens on their way through the model.
 #[derive(Clone, Copy, Debug)]
@@ -157,10 +159,16 @@ impl<'a> Prefill<'a> {
         plan.kernels.head.encode(&mut self.pass, &plan.head, stream, logits, candidates, limit);
     }
 
-    /// The logits of all `count` tokens, `[count, vocab]` f32.
+    /// The logits of all `count` tokens, `[count, vocab]` f32, in several command buffers.
     pub(crate) fn all_logits(&mut self, count: usize, logits: Slice) {
-        let PrefillPlan { kernels, scratch, .. } = &self.plan.prefill;
-        kernels.head.encode(&mut self.pass, &self.plan.head, scratch.stream.normed, logits, count);
+        let (shape, PrefillPlan { kernels, scratch, .. }) = (&self.plan.shape, &self.plan.prefill);
+        for first in (0..count).step_by(HEAD_TOKENS) {
+            let tokens = HEAD_TOKENS.min(count - first);
+            let rows = |all: Slice, width: usize| all.part(4 * first * width, 4 * tokens * width);
+            let (x, logits) = (rows(scratch.stream.normed, shape.hidden), rows(logits, shape.vocab));
+            self.pass.cut();
+            kernels.head.encode(&mut self.pass, &self.plan.head, x, logits, tokens);
+        }
     }
 
     /// The id of the highest logit to `token`, `[1]` u32.
@@ -187,6 +195,8 @@ pub(crate) struct PrefillPlan {
     /// Most tokens at once.
     pub(crate) most_tokens: usize,
     pub(crate) bytes: usize,
+    /// How products are made, if that is worth a word.
+    pub(crate) how: Option<String>,
 }
 
 struct Kernels {
@@ -342,7 +352,9 @@ impl PrefillPlan {
         max_chunk: Option<usize>,
         free_bytes: usize,
     ) -> Result<PrefillPlan> {
-        let kernels = Kernels::plan(&mut Builder::new(gpu, shape, kv), shape)?;
+        let mut builder = Builder::new(gpu, shape, kv);
+        let kernels = Kernels::plan(&mut builder, shape)?;
+        let how = builder.products();
         let most_tokens = max_chunk.unwrap_or_else(|| tokens_at_once(shape, free_bytes)).max(1);
         let sizes = Sizes::new(shape, most_tokens);
         let mut arena = Arena::exact(gpu, sizes.total(), "activations of a prompt")?;
@@ -364,7 +376,7 @@ impl PrefillPlan {
         };
         let stream = StreamRows { values, normed };
         let scratch = Scratch { stream, delta, attention, moe };
-        Ok(PrefillPlan { kernels, scratch, most_tokens, bytes: sizes.total() })
+        Ok(PrefillPlan { kernels, scratch, most_tokens, bytes: sizes.total(), how })
     }
 }
 

@@ -8,6 +8,7 @@ use lily_model::Shape;
 use sha2::{Digest, Sha256};
 
 use crate::device::{Gpu, Slice};
+use crate::room::StateBytes;
 
 /// Element type of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,12 +56,17 @@ impl Layout {
     }
 
     /// Bytes per token of capacity.
-    pub(crate) fn per_token(&self) -> usize {
+    fn per_token(&self) -> usize {
         2 * self.attention_layers * self.kv_heads * self.row
     }
 
+    /// Bytes of a state.
+    pub(crate) fn bytes(&self) -> StateBytes {
+        StateBytes { per_token: self.per_token(), whatever: self.recurrent() }
+    }
+
     /// Bytes beside the tokens.
-    pub(crate) fn recurrent(&self) -> usize {
+    fn recurrent(&self) -> usize {
         self.delta_layers * (self.ring + self.delta)
     }
 }

@@ -46,6 +46,42 @@ impl fmt::Debug for MemoryFiles {
     }
 }
 
+/// A whole file that is mapped, for a device that can use its pages as they are. It stays mapped while this lives.
+#[derive(Clone)]
+pub struct MappedFile(Arc<FileBytes>);
+
+impl MappedFile {
+    /// `None` for bytes that are in no file.
+    pub(crate) fn new(file: &Arc<FileBytes>) -> Option<MappedFile> {
+        matches!(**file, FileBytes::Mapped { .. }).then(|| MappedFile(Arc::clone(file)))
+    }
+
+    /// All its bytes. The first stands at the beginning of a page; what the file leaves of its last page is mapped too.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// The open file, to be mapped once more.
+    pub fn file(&self) -> Option<&File> {
+        match &*self.0 {
+            FileBytes::Mapped { file, .. } => Some(file),
+            _ => None,
+        }
+    }
+}
+
+impl PartialEq for MappedFile {
+    fn eq(&self, other: &MappedFile) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl fmt::Debug for MappedFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MappedFile({} bytes)", self.0.len())
+    }
+}
+
 /// The content of one file: mapped, inside the binary, or in memory.
 pub(crate) enum FileBytes {
     Mapped { map: Mmap, file: File },

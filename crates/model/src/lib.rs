@@ -3,6 +3,7 @@
 
 #![warn(missing_docs)]
 
+pub mod align;
 pub mod chat;
 pub mod checkpoint;
 pub mod config;
@@ -13,7 +14,7 @@ pub mod shape;
 pub mod tokenizer;
 pub mod weights;
 
-pub use checkpoint::{Checkpoint, Source};
+pub use checkpoint::{Checkpoint, MappedFile, Source};
 pub use config::{Config, Quantization};
 pub use error::ModelError;
 pub use quant::{Bits, QuantMatrix};

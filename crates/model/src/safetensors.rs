@@ -11,7 +11,7 @@ use std::sync::Arc;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::Value;
 
-use crate::checkpoint::{FileBytes, Source};
+use crate::checkpoint::{FileBytes, MappedFile, Source};
 use crate::error::ModelError;
 use crate::weights::is_unused;
 
@@ -27,6 +27,11 @@ impl TensorBytes {
     pub fn from_vec(bytes: Vec<u8>) -> TensorBytes {
         let range = 0..bytes.len();
         TensorBytes { file: Arc::new(FileBytes::Shared(Arc::new(bytes))), range }
+    }
+
+    /// The mapped file that holds the bytes, and at which of its bytes they begin; `None` if they are in no file.
+    pub fn place(&self) -> Option<(MappedFile, usize)> {
+        MappedFile::new(&self.file).map(|file| (file, self.range.start))
     }
 
     /// Copies the bytes from `start` on by reading the file, for a device that keeps a copy of its own: several threads that read
@@ -75,8 +80,9 @@ pub struct Tensors {
     by_name: BTreeMap<String, Tensor>,
 }
 
-const INDEX: &str = "model.safetensors.index.json";
-const SINGLE: &str = "model.safetensors";
+/// The file that names the shards of a checkpoint that has several.
+pub const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE: &str = "model.safetensors";
 
 impl Tensors {
     /// Maps the shards that the index names, or `model.safetensors` where there is no index. Files that neither names
@@ -84,6 +90,15 @@ impl Tensors {
     /// shard, a damaged header, data beyond the end of the file, and a tensor that the index places in another shard
     /// than the one that holds it.
     pub fn open(source: &Source) -> Result<Tensors, ModelError> {
+        Tensors::open_those(source, |name| !is_unused(name))
+    }
+
+    /// The same, but shards that hold nothing of the text model are mapped too, and may not be absent.
+    pub fn open_all(source: &Source) -> Result<Tensors, ModelError> {
+        Tensors::open_those(source, |_| true)
+    }
+
+    fn open_those(source: &Source, wanted: impl Fn(&str) -> bool) -> Result<Tensors, ModelError> {
         let mut by_name = BTreeMap::new();
         match source.read_optional(INDEX)? {
             None if !source.has(SINGLE) => {
@@ -99,10 +114,10 @@ impl Tensors {
             })?,
             Some(index) => {
                 let mut placed = read_index(&source.name_of(INDEX), &index)?;
-                placed.retain(|name, _| !is_unused(name));
+                placed.retain(|name, _| wanted(name));
                 for shard in placed.values().collect::<BTreeSet<_>>() {
                     read_shard(source, shard, |name, tensor| {
-                        if is_unused(&name) || placed.get(&name) == Some(shard) {
+                        if !wanted(&name) || placed.get(&name) == Some(shard) {
                             by_name.insert(name, tensor);
                             return Ok(());
                         }

@@ -167,6 +167,12 @@ impl Weights {
         all - embedding.total_bytes() + embedding.total_bytes() / embedding.rows()
     }
 
+    /// Matrices that one kernel reads as if they were one, in the order in which it has their rows; all others stand alone.
+    pub fn stacks(&self) -> Vec<Vec<&QuantMatrix>> {
+        let layers = self.layers.iter().flat_map(LayerWeights::stacks);
+        [vec![&self.embedding]].into_iter().chain(layers).chain([vec![&self.head]]).collect()
+    }
+
     /// Every quantized matrix, in the order in which a forward pass needs them.
     pub fn matrices(&self) -> impl Iterator<Item = &QuantMatrix> {
         let layers = self.layers.iter().flat_map(|layer| {
@@ -188,6 +194,45 @@ impl Weights {
             mixer.into_iter().chain(moe)
         });
         std::iter::once(&self.embedding).chain(layers).chain(std::iter::once(&self.head))
+    }
+}
+
+impl LayerWeights {
+    /// Those of [`Weights::stacks`] that are this layer's.
+    pub fn stacks(&self) -> Vec<Vec<&QuantMatrix>> {
+        let [input, out] = match &self.mixer {
+            Mixer::Delta(delta) => [delta.input().to_vec(), vec![&delta.out]],
+            Mixer::Attention(attention) => [attention.input().to_vec(), vec![&attention.o]],
+        };
+        let moe = &self.moe;
+        let down = [vec![&moe.experts.down], vec![&moe.shared.down]];
+        [input, out, moe.routers().to_vec(), moe.gate_up().to_vec()].into_iter().chain(down).collect()
+    }
+}
+
+impl DeltaWeights {
+    /// What a kernel reads together: queries, keys and values, the output gate, beta, the input of the decay.
+    pub fn input(&self) -> [&QuantMatrix; 4] {
+        [&self.qkv, &self.z, &self.b, &self.a]
+    }
+}
+
+impl AttentionWeights {
+    /// What a kernel reads together: queries with their gates, keys, values.
+    pub fn input(&self) -> [&QuantMatrix; 3] {
+        [&self.q, &self.k, &self.v]
+    }
+}
+
+impl MoeWeights {
+    /// What a kernel reads together: the router and the gate of the shared expert.
+    pub fn routers(&self) -> [&QuantMatrix; 2] {
+        [&self.router, &self.shared_gate]
+    }
+
+    /// What a kernel reads together: gates of all experts, their ups, gate and up of the shared expert.
+    pub fn gate_up(&self) -> [&QuantMatrix; 4] {
+        [&self.experts.gate, &self.experts.up, &self.shared.gate, &self.shared.up]
     }
 }
 

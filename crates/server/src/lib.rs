@@ -16,6 +16,7 @@ mod guard;
 mod ids;
 pub mod life;
 mod metrics;
+pub mod replicas;
 pub mod script;
 pub mod service;
 pub mod sse;

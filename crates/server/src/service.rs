@@ -2,7 +2,7 @@
 //!
 //! The engine lives on a thread of its own, because the device is driven by blocking calls. Requests go there through a channel; the
 //! events of each come back through one of its own and are made an answer in a task of the caller's runtime
-//! ([`crate::answering`]), so that the device never waits for the writing of JSON.
+//! (`answering`), so that the device never waits for the writing of JSON.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -64,10 +64,10 @@ pub struct Service {
 pub(crate) struct Shared {
     pub(crate) text: Arc<TextModel>,
     pub(crate) settings: ServiceSettings,
-    pub(crate) metrics: Metrics,
+    pub(crate) metrics: Arc<Metrics>,
     grammars: OnceLock<Result<Grammars, String>>,
     draining: AtomicBool,
-    /// Failures of the device since it last worked.
+    /// Failures of the device since it last finished an answer.
     failures: AtomicUsize,
     status: Mutex<EngineStatus>,
     /// Turns that were accepted and are not over.
@@ -77,7 +77,7 @@ pub(crate) struct Shared {
 enum Command {
     Submit {
         prompt: Prompt,
-        request: GenerateRequest,
+        request: Box<GenerateRequest>,
         events: mpsc::UnboundedSender<Result<Event, EngineError>>,
         accepted: oneshot::Sender<Result<(), EngineError>>,
     },
@@ -90,12 +90,21 @@ impl Service {
     /// # Errors
     /// If the system gives no thread.
     pub fn start(engine: Engine, settings: ServiceSettings) -> std::io::Result<Service> {
+        Service::start_with(engine, settings, Arc::new(Metrics::new()))
+    }
+
+    /// Likewise, with counters that others share.
+    pub(crate) fn start_with(
+        engine: Engine,
+        settings: ServiceSettings,
+        metrics: Arc<Metrics>,
+    ) -> std::io::Result<Service> {
         let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
         let model = ModelInfo { id: settings.model.clone(), created, context_tokens: engine.caps().max_context };
         let shared = Arc::new(Shared {
             text: Arc::clone(engine.text()),
             settings,
-            metrics: Metrics::new(),
+            metrics,
             grammars: OnceLock::new(),
             draining: AtomicBool::new(false),
             failures: AtomicUsize::new(0),
@@ -108,10 +117,15 @@ impl Service {
         Ok(Service { shared, model, commands: Mutex::new(commands), thread: Mutex::new(Some(thread)) })
     }
 
+    /// What the engine is doing.
+    pub(crate) fn status(&self) -> EngineStatus {
+        *self.shared.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     async fn submit(&self, prepared: &mut Prepared) -> Result<EngineEvents, TurnError> {
         let (events, received) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
-        let request = std::mem::take(&mut prepared.request);
+        let request = Box::new(std::mem::take(&mut prepared.request));
         let prompt = prepared.prompt.clone();
         let command = Command::Submit { prompt, request, events, accepted };
         let sent = self.commands.lock().unwrap_or_else(PoisonError::into_inner).send(command);
@@ -191,8 +205,7 @@ impl Turns for Service {
     }
 
     fn metrics(&self) -> String {
-        let status = *self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
-        self.shared.metrics.text(&status)
+        self.shared.metrics.text(&self.status())
     }
 }
 
@@ -233,7 +246,7 @@ fn run(mut engine: Engine, commands: &Receiver<Command>, shared: &Shared) {
         let next = if engine.is_idle() { commands.recv().map_err(|_| ()) } else { commands.try_recv().map_err(|_| ()) };
         match next {
             Ok(Command::Submit { prompt, request, events, accepted }) => {
-                listeners.submit(&mut engine, prompt, request, events, accepted);
+                listeners.submit(&mut engine, prompt, *request, events, accepted);
                 continue;
             }
             Ok(Command::Stop) => break,
@@ -258,7 +271,7 @@ fn step(engine: &mut Engine, listeners: &mut Listeners, shared: &Shared) {
     });
     for (id, event) in events {
         match &event {
-            Ok(Event::Token(_)) => shared.failures.store(0, Ordering::Relaxed),
+            Ok(Event::Finished(_)) => shared.failures.store(0, Ordering::Relaxed),
             Err(EngineError::Backend(_)) => {
                 shared.failures.fetch_add(1, Ordering::Relaxed);
             }

@@ -6,12 +6,13 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use crate::conformance::cases::{CHUNKS, Generator, PROMPTS};
+use crate::conformance::cases::Generator;
 use crate::{
     Backend, Error, Input, Output, Part, Row, RowOutput, SampledToken, SamplingParams, Stage, StateId, Step, Ticket,
     Want,
 };
 
+pub use super::chunk_laws::*;
 pub use super::sampling_laws::*;
 
 /// Context that a subject must offer.
@@ -21,8 +22,11 @@ pub const CONTEXT: usize = 256;
 pub struct Subject<'a> {
     /// Makes a fresh one.
     pub load: &'a dyn Fn() -> Box<dyn Backend>,
-    /// Largest difference of two logits that other chunk borders may make; the reason stands with the subject.
+    /// Largest difference of two logits that other chunk borders may make where they change no choice of experts; the reason stands
+    /// with the subject.
     pub budget: f32,
+    /// Of the checkpoint's shape.
+    pub experts_per_token: usize,
 }
 
 /// A loaded backend with shorthands that panic on errors.
@@ -82,7 +86,7 @@ impl Device {
     }
 
     /// Feeds `ids` in chunks of `chunk` and returns the logits of all.
-    fn all_logits(&mut self, state: StateId, ids: &[u32], chunk: usize) -> Vec<f32> {
+    pub(super) fn all_logits(&mut self, state: StateId, ids: &[u32], chunk: usize) -> Vec<f32> {
         let chunk = chunk.min(self.0.caps().max_chunk);
         let parts = ids.chunks(chunk).map(|ids| {
             let row = Row { state, input: tokens(ids), want: Want::AllLogits };
@@ -136,44 +140,6 @@ fn assert_same_bits(a: &[f32], b: &[f32], what: &str) {
     assert_eq!(a.len(), b.len(), "{what}: lengths");
     let differs = a.iter().zip(b).position(|(a, b)| a.to_bits() != b.to_bits());
     assert_eq!(differs, None, "{what}: first value that differs");
-}
-
-fn assert_within(a: &[f32], b: &[f32], budget: f32, what: &str) {
-    assert_eq!(a.len(), b.len(), "{what}: lengths");
-    let worst = a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |worst: f32, d| {
-        // NaN is beyond every budget.
-        if d.is_nan() || d > worst { d } else { worst }
-    });
-    assert!(worst <= budget, "{what}: largest difference {worst:e}, budget {budget:e}");
-}
-
-/// The logits of every position are the same, within the budget, whether a prompt comes at once or token by token.
-pub fn prefill_equals_repeated_decode(subject: &Subject<'_>) {
-    let mut device = subject.device();
-    for length in PROMPTS.iter().copied().filter(|n| *n <= CONTEXT) {
-        let ids = device.prompt(length as u64, length);
-        let (at_once, one_by_one) = (device.state(), device.state());
-        let chunk = device.0.caps().max_chunk;
-        let a = device.all_logits(at_once, &ids, chunk);
-        let b = device.all_logits(one_by_one, &ids, 1);
-        assert_within(&a, &b, subject.budget, &format!("{length} tokens"));
-        assert_eq!((device.position(at_once), device.position(one_by_one)), (length, length));
-    }
-}
-
-/// The logits of every position are the same, within the budget, wherever a prompt is cut.
-pub fn one_chunk_equals_many_chunks(subject: &Subject<'_>) {
-    let mut device = subject.device();
-    let ids = device.prompt(1, 150);
-    let state = device.state();
-    let chunk = device.0.caps().max_chunk;
-    let whole = device.all_logits(state, &ids, chunk);
-    for chunk in CHUNKS {
-        let state = device.state();
-        let parts = device.all_logits(state, &ids, *chunk);
-        assert_within(&whole, &parts, subject.budget, &format!("chunks of {chunk}"));
-        device.0.free_state(state).expect("freed");
-    }
 }
 
 /// Two loads of one checkpoint, fed the same chunks, give the same bits.

@@ -3,6 +3,7 @@
 //! `lily_reference::ops`.
 
 pub mod cases;
+mod chunk_laws;
 pub mod laws;
 mod sampling_laws;
 
@@ -19,7 +20,7 @@ pub const LAWS: &[Law] = crate::every_law! { law_table [] };
 ///
 /// ```ignore
 /// lily_backend::conformance_suite! {
-///     f32_kv: Subject { load: &|| Box::new(load(KvDtype::F32)), budget: 1e-3 };
+///     f32_kv: Subject { load: &|| Box::new(load(KvDtype::F32)), budget: 1e-3, experts_per_token: 2 };
 /// }
 /// ```
 #[macro_export]

@@ -280,7 +280,7 @@ fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     }
 }
 
-/// The unfinished file beside `path`.
+/// The unfinished file or directory beside `path`.
 pub fn part_path(path: &Path) -> PathBuf {
     path.with_added_extension("part")
 }

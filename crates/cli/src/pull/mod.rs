@@ -2,7 +2,7 @@
 
 mod download;
 mod manifest;
-mod progress;
+pub mod progress;
 mod record;
 
 use std::fs;
@@ -17,7 +17,8 @@ use anyhow::{Context, Error, Result, anyhow, bail};
 use etcetera::BaseStrategy;
 use indicatif::DecimalBytes;
 
-use download::{Hub, hash_file, part_path};
+pub use download::part_path;
+use download::{Hub, hash_file};
 use manifest::{Entry, Manifest, REPO};
 use progress::Progress;
 use record::Record;

@@ -14,13 +14,19 @@ DEVICE u16* keys_of(const Run* run, int layer, int kv_head) {
 DEVICE u64 value_offset(const Run* run) { return (u64)ATTENTION_LAYERS * KV_HEADS * run->capacity * HEAD; }
 
 // A head in a warp, 8 consecutive dimensions a lane: norm and RoPE. `turns` [32] of cosine and sine.
-DEVICE void norm_head(float* x, const float* weight, int lane) {
+DEVICE void norm_lane(float* x, const float* own) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) sum += x[i] * x[i];
     const float scale = inverse_root(sum_lanes<32>(sum) / HEAD + RMS_EPS);
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] *= scale * __ldg(weight + lane * 8 + i);
+    for (int i = 0; i < 8; i++) x[i] *= scale * own[i];
+}
+DEVICE void norm_head(float* x, const float* weight, int lane) {
+    float own[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) own[i] = __ldg(weight + lane * 8 + i);
+    norm_lane(x, own);
 }
 DEVICE void rope_head(float* x, const float2* turns, int lane) {
 #pragma unroll
@@ -30,6 +36,14 @@ DEVICE void rope_head(float* x, const float2* turns, int lane) {
             const float2 turn = turns[(lane * 8 + i) % (ROTARY / 2)];
             x[i] = lane < 4 ? x[i] * turn.x - other * turn.y : x[i] * turn.x + other * turn.y;
         }
+    }
+}
+// The same with `own`: the turns of the lane's dimensions.
+DEVICE void rope_lane(float* x, const float2* own, int lane) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float other = __shfl_xor_sync(FULL, x[i], 4);
+        if (lane < 8) x[i] = lane < 4 ? x[i] * own[i].x - other * own[i].y : x[i] * own[i].x + other * own[i].y;
     }
 }
 // Cosine and sine of `position * theta^(-i / 32)`, the angle in f64 and in half turns.
@@ -78,8 +92,10 @@ DEVICE u32 transpose(u32 x) {
 // Rows in shared memory are 512 bytes; their 16-byte pieces are permuted by the row, so that ldmatrix meets no bank twice.
 constexpr int PIECES = HEAD / 8;
 
-// ---- One token of each row of a step, blockIdx.y. A warp takes every eighth tile of its CTA's part, for all query heads of the kv head at once: they are the
-// columns of the B operand, keys and values the rows of A. Queries and weights are split in two BF16 values each, so that products are as exact as the cache.
+// ---- One token of each row of a step. The tokens of a row's cache are cut into parts, and a part into tiles of 16 tokens. So many
+// warps of a CTA as a part has tiles, up to all, take it, every WARPS-th tile each, for all query heads of the kv head at once: they are the
+// columns of the B operand, keys and values the rows of A. A CTA has a part, or of several rows as many neighbouring parts of a kv head as
+// it has warps for: a job. CTAs take the jobs of all rows in turn. Queries and weights are split in two BF16 values each, so that products are as exact as the cache.
 constexpr int ATTEND_WARPS = 8;
 constexpr int ATTEND_TILE = 16;
 static_assert(QUERIES_PER_KV <= 8, "query heads are the columns of an operand");
@@ -87,60 +103,100 @@ struct AttendTiles {
     uint4 keys[ATTEND_WARPS][ATTEND_TILE][PIECES];
     uint4 values[ATTEND_WARPS][ATTEND_TILE][PIECES];
 };
+// Partial outputs of a warp, in memory that held tiles: rows are apart by 4 words more, so that heads of a lane's row meet no bank twice.
+constexpr int OUTPUT_STRIDE = HEAD + 4;
 
 // Tokens of a part: whole tiles.
 DEVICE u32 part_length(u32 tokens, u32 parts) {
     return ((tokens + parts - 1) / parts + ATTEND_TILE - 1) / ATTEND_TILE * ATTEND_TILE;
 }
+// Warps that take a part.
+DEVICE u32 warps_of_part(u32 length) {
+    const u32 tiles = length / ATTEND_TILE;
+    return tiles > 4 ? 8 : tiles > 2 ? 4 : tiles;
+}
 
-// Partial results of a part: [query head, parts] of maximum and sum, [parts, query head, 256] of values.
+// Partial results of a part: [query head, parts] of maximum and sum, [parts, query head, 256] of values. `turns` [rows, 32].
 KERNEL(ATTEND_WARPS * 32, 2)
-attend(const Run* run, int layer, int parts, const float* projected, const float* q_norm, const float* k_norm,
-       float2* part_sums, float* part_values) {
-    __shared__ float2 turns[ROTARY / 2];
+attend(const Run* runs, int rows, int layer, int parts, const float* all_projected, const float* q_norm, const float* k_norm,
+       const float2* all_turns, float2* all_sums, float* all_values) {
     __shared__ uint4 queries[2][8][PIECES];
     __shared__ float2 warp_sums[ATTEND_WARPS][8];
+    __shared__ u32 positions[32];
+    __shared__ uint2 places[ATTEND_WARPS];
     extern __shared__ __align__(128) char dynamic_shared[];
     AttendTiles& shared = *(AttendTiles*)dynamic_shared;
-    const int kv_head = blockIdx.x / parts, part = blockIdx.x % parts;
-    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-    run += blockIdx.y;
-    projected += blockIdx.y * PROJ_ATTENTION;
-    part_sums += blockIdx.y * QUERY_HEADS * parts;
-    part_values += (u64)blockIdx.y * parts * QUERY_HEADS * HEAD;
+    const int tid = threadIdx.x, warp = tid >> 5;
     launch_dependents();
-    const u32 position = run->position, length = part_length(position + 1, parts);
-    const u32 start = part * length, end = min(position + 1, start + length);
-    // The part of the new token waits for all that is before this kernel.
-    if (start >= end) return;
-    u16* keys = keys_of(run, layer, kv_head);
-    u16* values = keys + value_offset(run);
-    // Rows beyond the limit repeat the one before it, so that no number in a tile is undefined.
-    auto load = [&](uint4 (*to)[PIECES], const u16* from, u32 tile, u32 limit) {
-        const u32 first = start + tile * ATTEND_TILE;
-        if (first < limit) {
-#pragma unroll 2
-            for (int row = 0; row < ATTEND_TILE; row++)
-                copy16(&to[row][lane ^ (row & 7)], from + (u64)min(first + row, limit - 1) * HEAD + lane * 8);
-        }
-        copy_commit();
-    };
-    // Tokens before this one were written a whole pass ago.
-    load(shared.keys[warp], keys, warp, min(end, position));
-    load(shared.values[warp], values, warp, min(end, position));
-    if (tid < ROTARY / 2) turns[tid] = rope_turn(tid, position);
     if (QUERIES_PER_KV < 8)
         for (int i = tid; i < 2 * 8 * PIECES; i += ATTEND_WARPS * 32) (&queries[0][0][0])[i] = make_uint4(0, 0, 0, 0);
+    if (tid < rows) positions[tid] = runs[tid].position;
     __syncthreads();
-    wait_for_inputs();
-    const bool owner = end == position + 1;
-    const u32 new_tile = (position - start) / ATTEND_TILE, new_row = (position - start) % ATTEND_TILE;
-    for (int job = warp; job < QUERIES_PER_KV + (owner ? 2 : 0); job += ATTEND_WARPS) {
-        float x[8];
-        if (job < QUERIES_PER_KV) {
-            load8(x, projected + (kv_head * QUERIES_PER_KV + job) * 2 * HEAD + lane * 8);
-            norm_head(x, q_norm, lane);
-            rope_head(x, turns, lane);
+    int job = blockIdx.x;
+    for (;; job += gridDim.x) {
+        const bool first_job = job == (int)blockIdx.x;
+        // Made anew for every job, or what follows from it would be kept in registers over all of them.
+        int lane = tid & 31;
+        asm volatile("" : "+r"(lane));
+        const int g = lane >> 2, t = lane & 3;
+        // The row, and the job's number in it.
+        int row = 0, in_row = job;
+        u32 position, length, warps, together;
+        for (; row < rows; row++) {
+            position = positions[row], length = part_length(position + 1, parts), warps = warps_of_part(length);
+            const u32 used = (position + length) / length;
+            together = rows == 1 ? 1 : ATTEND_WARPS / warps;
+            const int jobs = (used + together - 1) / together * KV_HEADS;
+            if (in_row < jobs) break;
+            in_row -= jobs;
+        }
+        if (row == rows) break;
+        // What the job before had in shared memory is used up.
+        if (!first_job) __syncthreads();
+        const Run* run = runs + row;
+        const int kv_head = in_row % KV_HEADS;
+        // This warp's part, and which of its warps it is.
+        const u32 first_part = in_row / KV_HEADS * together, part = first_part + warp / warps, own = warp % warps;
+        const u32 start = part * length;
+        const u32 count = start > position || warp / warps >= together ? 0 : min(position + 1 - start, length);
+        u16* keys = keys_of(run, layer, kv_head) + (u64)start * HEAD;
+        u16* values = keys + value_offset(run);
+        // Rows beyond the limit repeat the one before it, so that no number in a tile is undefined.
+        auto load = [&](uint4 (*to)[PIECES], const u16* from, u32 tile, u32 limit) {
+            const u32 first = tile * ATTEND_TILE;
+            if (first < limit) {
+#pragma unroll 2
+                for (int row = 0; row < ATTEND_TILE; row++)
+                    copy16(&to[row][lane ^ (row & 7)], from + (u64)min(first + row, limit - 1) * HEAD + lane * 8);
+            }
+            copy_commit();
+        };
+        // The part of the new token. Those before it were written a whole pass ago.
+        const bool owner = count && position - start < length;
+        load(shared.keys[warp], keys, own, owner ? count - 1 : count);
+        load(shared.values[warp], values, own, owner ? count - 1 : count);
+        float weights[8];
+        load8(weights, q_norm + lane * 8);
+        if (first_job) wait_for_inputs();
+        const float* projected = all_projected + (u64)row * PROJ_ATTENTION;
+        // The CTA that has the new token's part writes its key and value.
+        const bool writes = position / length / together == first_part / together;
+        // A warp's query, and the first two also the key and the value.
+        const bool asks = warp < QUERIES_PER_KV, writes_one = writes && warp < 2;
+        float2 turns[8] = {};
+        float x[8] = {}, new_one[8] = {};
+        if (asks) load8(x, projected + (kv_head * QUERIES_PER_KV + warp) * 2 * HEAD + lane * 8);
+        if (writes_one) load8(new_one, projected + (warp ? PROJ_V : PROJ_K) + kv_head * HEAD + lane * 8);
+        if (lane < 8) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float4 two = load_cg((const float4*)(all_turns + row * (ROTARY / 2) + lane % 4 * 8) + i);
+                turns[2 * i] = make_float2(two.x, two.y), turns[2 * i + 1] = make_float2(two.z, two.w);
+            }
+        }
+        if (asks) {
+            norm_lane(x, weights);
+            rope_lane(x, turns, lane);
             float rest[8];
             // Scores in powers of two, over sqrt(256).
 #pragma unroll
@@ -148,126 +204,149 @@ attend(const Run* run, int layer, int parts, const float* projected, const float
                 x[i] *= LOG2E / 16.0f;
                 rest[i] = x[i] - bf16_low(to_bf16(x[i]));
             }
-            queries[0][job][lane ^ job] = pack8(x);
-            queries[1][job][lane ^ job] = pack8(rest);
-        } else {
-            const bool key = job == QUERIES_PER_KV;
-            load8(x, projected + (key ? PROJ_K : PROJ_V) + kv_head * HEAD + lane * 8);
-            if (key) {
-                norm_head(x, k_norm, lane);
-                rope_head(x, turns, lane);
+            queries[0][warp][lane ^ warp] = pack8(x);
+            queries[1][warp][lane ^ warp] = pack8(rest);
+        }
+        if (writes_one) {
+            if (warp == 0) {
+                norm_head(new_one, k_norm, lane);
+                rope_lane(new_one, turns, lane);
             }
-            const uint4 packed = pack8(x);
-            ((uint4*)((key ? keys : values) + (u64)position * HEAD))[lane] = packed;
+            u16* to = keys_of(run, layer, kv_head) + (warp ? value_offset(run) : 0);
+            ((uint4*)(to + (u64)position * HEAD))[lane] = pack8(new_one);
         }
-    }
-    // Copies into the tile of the new token must not come after it.
-    if (owner) copy_wait<0>();
-    __syncthreads();
-    // If its tile is already here it belongs there too, and repeats to the end of the tile.
-    if (owner && new_tile < ATTEND_WARPS && warp == new_tile) {
-        // From memory, where a warp of this CTA has just written them.
-        for (u32 row = new_row; row < ATTEND_TILE; row++) {
-            shared.keys[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(keys + (u64)position * HEAD) + lane);
-            shared.values[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(values + (u64)position * HEAD) + lane);
+        // Where its results go, in shared memory while registers hold outputs.
+        if (lane == 0)
+            places[warp] = make_uint2(((row * parts) + part) * QUERY_HEADS + kv_head * QUERIES_PER_KV,
+                                      (row * QUERY_HEADS + kv_head * QUERIES_PER_KV) * parts + part);
+        // Copies into the tile of the new token must not come after it.
+        if (owner) copy_wait<0>();
+        __syncthreads();
+        // If its tile is already here it belongs there too, and repeats to the end of the tile.
+        if (owner && (count - 1) / ATTEND_TILE == own) {
+            // From memory, where a warp of this CTA has just written them.
+            for (u32 row = (count - 1) % ATTEND_TILE; row < ATTEND_TILE; row++) {
+                shared.keys[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(keys + (u64)(count - 1) * HEAD) + lane);
+                shared.values[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(values + (u64)(count - 1) * HEAD) + lane);
+            }
+            __syncwarp();
         }
-        __syncwarp();
-    }
-    // Dimensions g and g + 8 of each sixteen, for heads 2t and 2t + 1.
-    float o[HEAD / 16][4] = {};
-    float highest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
-    const u32 tiles = (end - start + ATTEND_TILE - 1) / ATTEND_TILE;
-    for (u32 tile = warp; tile < tiles; tile += ATTEND_WARPS) {
-        copy_wait<1>();
-        __syncwarp();
-        // Tokens g and g + 8, for heads 2t and 2t + 1.
-        // Two sums side by side, because one would wait for itself at every step.
-        float parts_of_s[2][4] = {};
+        // Dimensions g and g + 8 of each sixteen, for heads 2t and 2t + 1.
+        float o[HEAD / 16][4] = {};
+        float highest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+        for (u32 tile = own; tile * ATTEND_TILE < count; tile += warps) {
+            copy_wait<1>();
+            __syncwarp();
+            // Tokens g and g + 8, for heads 2t and 2t + 1.
+            // Two sums side by side, because one would wait for itself at every step.
+            float parts_of_s[2][4] = {};
 #pragma unroll 4
-        for (int step = 0; step < HEAD / 16; step++) {
-            u32 a[4], b[4];
-            // Matrices: tokens 0-7 and 8-15 for inputs 0-7, then for 8-15.
-            const int row = lane & 15, piece = step * 2 + (lane >> 4);
-            load_matrices(a, &shared.keys[warp][row][piece ^ (row & 7)]);
-            // Matrices: inputs 0-7 and 8-15 of the rounded queries, then of what rounding left.
-            load_matrices(b, &queries[lane >> 4][lane & 7][(step * 2 + (lane >> 3 & 1)) ^ (lane & 7)]);
-            mma_bf16(parts_of_s[0], a, b[0], b[1]);
-            mma_bf16(parts_of_s[1], a, b[2], b[3]);
-        }
-        float s[4];
+            for (int step = 0; step < HEAD / 16; step++) {
+                u32 a[4], b[4];
+                // Matrices: tokens 0-7 and 8-15 for inputs 0-7, then for 8-15.
+                const int row = lane & 15, piece = step * 2 + (lane >> 4);
+                load_matrices(a, &shared.keys[warp][row][piece ^ (row & 7)]);
+                // Matrices: inputs 0-7 and 8-15 of the rounded queries, then of what rounding left.
+                load_matrices(b, &queries[lane >> 4][lane & 7][(step * 2 + (lane >> 3 & 1)) ^ (lane & 7)]);
+                mma_bf16(parts_of_s[0], a, b[0], b[1]);
+                mma_bf16(parts_of_s[1], a, b[2], b[3]);
+            }
+            float s[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[i] = parts_of_s[0][i] + parts_of_s[1][i];
-        __syncwarp();
-        load(shared.keys[warp], keys, tile + ATTEND_WARPS, end);
-        if (start + tile * ATTEND_TILE + g >= end) s[0] = s[1] = -INFINITY;
-        if (start + tile * ATTEND_TILE + g + 8 >= end) s[2] = s[3] = -INFINITY;
-        float correction[2];
-        u32 p[2][2];
+            for (int i = 0; i < 4; i++) s[i] = parts_of_s[0][i] + parts_of_s[1][i];
+            __syncwarp();
+            load(shared.keys[warp], keys, tile + warps, count);
+            if (tile * ATTEND_TILE + g >= count) s[0] = s[1] = -INFINITY;
+            if (tile * ATTEND_TILE + g + 8 >= count) s[2] = s[3] = -INFINITY;
+            float correction[2];
+            u32 p[2][2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                // Over the tokens: lanes of one t.
+                float top = fmaxf(highest[i], fmaxf(s[i], s[i + 2]));
+#pragma unroll
+                for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, d));
+                correction[i] = exp2f(highest[i] - top);
+                highest[i] = top;
+                s[i] = exp2f(s[i] - top), s[i + 2] = exp2f(s[i + 2] - top);
+                sum[i] = sum[i] * correction[i] + s[i] + s[i + 2];
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const u32 rounded = round_pair(s[2 * i], s[2 * i + 1]);
+                p[0][i] = transpose(rounded);
+                p[1][i] = transpose(round_pair(s[2 * i] - bf16_low(rounded), s[2 * i + 1] - bf16_high(rounded)));
+            }
+#pragma unroll
+            for (int n = 0; n < HEAD / 16; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) o[n][i] *= correction[i & 1];
+            copy_wait<1>();
+            __syncwarp();
+#pragma unroll
+            for (int n = 0; n < HEAD / 16; n++) {
+                // Matrices: dimensions 0-7 and 8-15 of tokens 0-7, then of 8-15.
+                u32 a[4];
+                const int row = (lane & 7) + (lane >> 4) * 8, piece = n * 2 + (lane >> 3 & 1);
+                load_matrices_transposed(a, &shared.values[warp][row][piece ^ (row & 7)]);
+                mma_bf16(o[n], a, p[0][0], p[0][1]);
+                mma_bf16(o[n], a, p[1][0], p[1][1]);
+            }
+            __syncwarp();
+            load(shared.values[warp], values, tile + warps, count);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) sum[i] += __shfl_xor_sync(FULL, sum[i], d);
+        // Results of one warp as they are, those of several together.
+        float* part_values = all_values + (u64)places[warp].x * HEAD;
+        float2* part_sums = all_sums + places[warp].y;
+        if (warps == 1) {
+            if (count) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    if (2 * t + i >= QUERIES_PER_KV) continue;
+                    float* to = part_values + (2 * t + i) * HEAD + g;
+#pragma unroll
+                    for (int n = 0; n < HEAD / 16; n++) to[n * 16] = o[n][i], to[n * 16 + 8] = o[n][i + 2];
+                    if (g == 0) part_sums[(2 * t + i) * parts] = make_float2(highest[i], sum[i]);
+                }
+            }
+            continue;
+        }
+        float(*outputs)[8][OUTPUT_STRIDE] = (float(*)[8][OUTPUT_STRIDE])dynamic_shared;
+        copy_wait<0>();
+        __syncthreads();
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            // Over the tokens: lanes of one t.
-            float top = fmaxf(highest[i], fmaxf(s[i], s[i + 2]));
 #pragma unroll
-            for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, d));
-            correction[i] = exp2f(highest[i] - top);
-            highest[i] = top;
-            s[i] = exp2f(s[i] - top), s[i + 2] = exp2f(s[i + 2] - top);
-            sum[i] = sum[i] * correction[i] + s[i] + s[i + 2];
+            for (int n = 0; n < HEAD / 16; n++) {
+                outputs[warp][2 * t + i][n * 16 + g] = o[n][i];
+                outputs[warp][2 * t + i][n * 16 + g + 8] = o[n][i + 2];
+            }
+            if (g == 0) warp_sums[warp][2 * t + i] = make_float2(highest[i], sum[i]);
         }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 rounded = round_pair(s[2 * i], s[2 * i + 1]);
-            p[0][i] = transpose(rounded);
-            p[1][i] = transpose(round_pair(s[2 * i] - bf16_low(rounded), s[2 * i + 1] - bf16_high(rounded)));
+        __syncthreads();
+        const u32 first = warp / warps * warps, used = min(warps, (count + ATTEND_TILE - 1) / ATTEND_TILE);
+        for (u32 i = own * 32 + lane; used && i < QUERIES_PER_KV * HEAD / 4; i += warps * 32) {
+            const u32 head = i / (HEAD / 4), dim = i % (HEAD / 4) * 4;
+            float top = warp_sums[first][head].x;
+            for (u32 w = 1; w < used; w++) top = fmaxf(top, warp_sums[first + w][head].x);
+            float total = 0.0f;
+            float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            for (u32 w = 0; w < used; w++) {
+                const float scale = exp2f(warp_sums[first + w][head].x - top);
+                const float4 of_warp = *(const float4*)&outputs[first + w][head][dim];
+                total += scale * warp_sums[first + w][head].y;
+                value.x += scale * of_warp.x, value.y += scale * of_warp.y;
+                value.z += scale * of_warp.z, value.w += scale * of_warp.w;
+            }
+            *(float4*)(part_values + head * HEAD + dim) = value;
+            if (dim == 0) part_sums[head * parts] = make_float2(top, total);
         }
-#pragma unroll
-        for (int n = 0; n < HEAD / 16; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) o[n][i] *= correction[i & 1];
-        copy_wait<1>();
-        __syncwarp();
-#pragma unroll
-        for (int n = 0; n < HEAD / 16; n++) {
-            // Matrices: dimensions 0-7 and 8-15 of tokens 0-7, then of 8-15.
-            u32 a[4];
-            const int row = (lane & 7) + (lane >> 4) * 8, piece = n * 2 + (lane >> 3 & 1);
-            load_matrices_transposed(a, &shared.values[warp][row][piece ^ (row & 7)]);
-            mma_bf16(o[n], a, p[0][0], p[0][1]);
-            mma_bf16(o[n], a, p[1][0], p[1][1]);
-        }
-        __syncwarp();
-        load(shared.values[warp], values, tile + ATTEND_WARPS, end);
     }
-    // The warps' parts, in shared memory that held the tiles.
-    float(*outputs)[8][HEAD] = (float(*)[8][HEAD])dynamic_shared;
-    copy_wait<0>();
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) sum[i] += __shfl_xor_sync(FULL, sum[i], d);
-#pragma unroll
-        for (int n = 0; n < HEAD / 16; n++) {
-            outputs[warp][2 * t + i][n * 16 + g] = o[n][i];
-            outputs[warp][2 * t + i][n * 16 + g + 8] = o[n][i + 2];
-        }
-        if (g == 0) warp_sums[warp][2 * t + i] = make_float2(highest[i], sum[i]);
-    }
-    __syncthreads();
-    const int used = min((u32)ATTEND_WARPS, tiles);
-    for (int i = tid; i < QUERIES_PER_KV * HEAD; i += ATTEND_WARPS * 32) {
-        const int head = i / HEAD, query_head = kv_head * QUERIES_PER_KV + head;
-        float top = warp_sums[0][head].x;
-        for (int w = 1; w < used; w++) top = fmaxf(top, warp_sums[w][head].x);
-        float total = 0.0f, value = 0.0f;
-        for (int w = 0; w < used; w++) {
-            const float scale = exp2f(warp_sums[w][head].x - top);
-            total += scale * warp_sums[w][head].y;
-            value += scale * outputs[w][head][i % HEAD];
-        }
-        part_values[((u64)part * QUERY_HEADS + query_head) * HEAD + i % HEAD] = value;
-        if (i % HEAD == 0) part_sums[query_head * parts + part] = make_float2(top, total);
-    }
+    if (job == (int)blockIdx.x) wait_for_inputs();
 }
 
 // ---- Adds up the parts and applies the gate. Grid [QUERY_HEADS * 4], 256 threads: 64 dimensions, the parts in 4 shares.
@@ -324,6 +403,8 @@ attention_prepare(const Run* run, int layer, const float* projected, const float
                   uint4* queries) {
     __shared__ float2 turns[ROTARY / 2];
     const int token = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    launch_dependents();
+    wait_for_inputs();
     const u32 position = run->position + token;
     if (threadIdx.x < ROTARY / 2) turns[threadIdx.x] = rope_turn(threadIdx.x, position);
     __syncthreads();
@@ -373,6 +454,8 @@ attend_many(const Run* run, int layer, const uint4* queries, const float* projec
     FlashShared& shared = *(FlashShared*)dynamic_shared;
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, threads = FLASH_WARPS * 32;
     const int group = blockIdx.y, head = group * FLASH_WARPS + warp, kv_head = head / QUERIES_PER_KV;
+    launch_dependents();
+    wait_for_inputs();
     // The longest rows first.
     const int first = (gridDim.x - 1 - blockIdx.x) * 16;
     const u32 start = run->position + first;

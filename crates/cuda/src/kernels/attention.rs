@@ -53,13 +53,13 @@ impl Kernels {
         &self,
         pass: &Pass<'_>,
         (run, layer, rows): (Pointer, usize, usize),
-        projected: Pointer,
+        (projected, turns): (Pointer, Pointer),
         (q_norm, k_norm): (Pointer, Pointer),
         (sums, values): (Pointer, Pointer),
     ) -> Result<()> {
-        let parts = self.attention_parts(pass);
-        let (layer, grid, parts) = (layer as i32, (self.sizes.kv_heads * parts, rows), parts as i32);
-        let arguments = arguments![run, layer, parts, projected, q_norm, k_norm, sums, values];
+        let (rows, layer, parts) = (rows as i32, layer as i32, self.attention_parts(pass) as i32);
+        let arguments = arguments![run, rows, layer, parts, projected, q_norm, k_norm, turns, sums, values];
+        let grid = (pass.device.processors as usize, 1);
         pass.launch(self.attend, grid, 32 * ATTEND_WARPS, arguments)
     }
 

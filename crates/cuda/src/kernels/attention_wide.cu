@@ -206,5 +206,7 @@ DEVICE void flash_wide(const Run*, int, const uint4*, const float*, int, float*)
 
 KERNEL(WIDE_FLASH_THREADS, 1)
 attend_wide(const Run* run, int layer, const uint4* queries, const float* projected, int tokens, float* out) {
+    launch_dependents();
+    wait_for_inputs();
     if (QUERIES_PER_KV % 4 == 0) flash_wide(run, layer, queries, projected, tokens, out);
 }

@@ -73,6 +73,10 @@ DEVICE void wait_for_inputs() {
 #endif
 }
 
+// ---- Warps of a CTA that meet, `threads` of them in all; who arrives does not wait.
+DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+DEVICE void arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
 // ---- Copies into shared memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void copy16(void* to, const void* from) {
@@ -84,12 +88,37 @@ DEVICE void copy8(void* to, const void* from) {
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Asks for memory that a later kernel streams: from DRAM to L2, where a GPU has an instruction for it. 16-byte pieces.
-DEVICE void fetch_into_cache(const void* from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
+// ---- A warp's blocks on their way into shared memory, through DEPTH slots in turn. (Copies by Hopper's engine for them are no faster here.)
+template <int BYTES, int DEPTH> struct BlockRing {
+    static_assert(BYTES % 512 == 0 || BYTES % 512 == 256);
+    char* slots;
+    int filled, used;
+
+    DEVICE BlockRing(char* slots) : slots(slots), filled(0), used(0) {}
+    // By the whole warp, which is done with the slot.
+    DEVICE void fetch(const char* from) {
+        char* to = slots + filled * BYTES;
+        const int lane = threadIdx.x & 31;
+#pragma unroll
+        for (int i = 0; i < BYTES / 512; i++) copy16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+        if (BYTES % 512 && lane < 16) copy16(to + BYTES / 512 * 512 + lane * 16, from + BYTES / 512 * 512 + lane * 16);
+        copy_commit();
+        if (++filled == DEPTH) filled = 0;
+    }
+    // In the place of a fetch, where there is nothing more to fetch.
+    DEVICE void fetch_nothing() { copy_commit(); }
+    // The oldest of DEPTH blocks that were fetched.
+    DEVICE const char* wait() {
+        copy_wait<DEPTH - 1>();
+        __syncwarp();
+        return slots + used * BYTES;
+    }
+    // The oldest block is used up.
+    DEVICE void next() {
+        __syncwarp();
+        if (++used == DEPTH) used = 0;
+    }
+};
 
 DEVICE float4 load_cg(const float4* p) {
     float4 v;
@@ -139,7 +168,13 @@ constexpr float FIXED_LARGEST = 32512.0f;
 constexpr float FIXED_NOTHING = 1e-30f;    // a group without larger values counts as zeros
 constexpr float ROUNDER = 12582912.0f;     // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
 DEVICE float fixed_inverse(float largest) { return largest > FIXED_NOTHING ? __fdividef(FIXED_LARGEST, largest) : 0.0f; }
-DEVICE float fixed_scale(float largest) { return largest > FIXED_NOTHING ? largest * (1.0f / FIXED_LARGEST) : 0.0f; }
+// NaN stays NaN.
+DEVICE float fixed_scale(float largest) { return largest <= FIXED_NOTHING ? 0.0f : largest * (1.0f / FIXED_LARGEST); }
+DEVICE float max_or_nan(float a, float b) {
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
 // Low (HIGH = false) or high bytes of four rounded values, in order.
 template <bool HIGH> DEVICE u32 fixed_bytes(u32 a, u32 b, u32 c, u32 d) {
     if (HIGH) {
@@ -167,34 +202,48 @@ DEVICE u32 order_key(float x) {  // larger floats have larger keys; -0 counts as
     u32 bits = __float_as_uint(x + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
-DEVICE Choice choose_experts(const float* logits, int lane) {
+// `chosen` [TOP_K] is the warp's, in shared memory. Small loops: all code of a step together is more than what a processor keeps.
+DEVICE Choice choose_experts(const float* logits, int lane, uint2* chosen) {
     constexpr int PER_LANE = (EXPERTS + 31) / 32;
-    u32 keys[PER_LANE];
+    u32 keys[PER_LANE], ids[PER_LANE];
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-        int id = i * 32 + lane;
+        ids[i] = i * 32 + lane;
         // Key 0 is below that of every number.
-        keys[i] = id < EXPERTS ? order_key(load_cg(logits + id)) : 0;
+        keys[i] = ids[i] < EXPERTS ? order_key(load_cg(logits + ids[i])) : 0;
     }
-    u32 own_id = 0, own_key = 0;
+    // Each lane's keys in falling order; equal ones stay in the order of their ids, because only neighbours change places.
+#pragma unroll 1
+    for (int step = 0; step < PER_LANE; step += 2)
 #pragma unroll
+        for (int odd = 0; odd < 2; odd++)
+#pragma unroll
+            for (int i = odd; i + 1 < PER_LANE; i += 2) {
+                const bool swap = keys[i] < keys[i + 1];
+                const u32 key = keys[i], id = ids[i];
+                keys[i] = swap ? keys[i + 1] : key, keys[i + 1] = swap ? key : keys[i + 1];
+                ids[i] = swap ? ids[i + 1] : id, ids[i + 1] = swap ? id : ids[i + 1];
+            }
+#pragma unroll 1
     for (int round = 0; round < TOP_K; round++) {
-        u32 best = keys[0];
+        const u32 highest = __reduce_max_sync(FULL, keys[0]);
+        u32 holders = __ballot_sync(FULL, keys[0] == highest);
+        // Of equal ones the lowest id, which is rarely needed.
+        if (holders & (holders - 1)) {
+            const u32 lowest = __reduce_min_sync(FULL, keys[0] == highest ? ids[0] : 0xffffffffu);
+            holders = __ballot_sync(FULL, keys[0] == highest && ids[0] == lowest);
+        }
+        if (lane == __ffs(holders) - 1) {
+            chosen[round] = make_uint2(ids[0], highest);
 #pragma unroll
-        for (int i = 1; i < PER_LANE; i++) best = max(best, keys[i]);
-        u32 highest = __reduce_max_sync(FULL, best);
-        u32 id = 0xffffffffu;
-#pragma unroll
-        for (int i = PER_LANE - 1; i >= 0; i--)
-            if (keys[i] == highest) id = i * 32 + lane;
-        id = __reduce_min_sync(FULL, id);
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            if (id == i * 32 + lane) keys[i] = 0;
-        if (lane == round) own_id = id, own_key = highest;
+            for (int i = 0; i + 1 < PER_LANE; i++) keys[i] = keys[i + 1], ids[i] = ids[i + 1];
+            keys[PER_LANE - 1] = 0;
+        }
     }
-    float logit = __uint_as_float(own_key & 0x80000000u ? own_key & 0x7fffffffu : ~own_key);
-    float top = __shfl_sync(FULL, logit, 0);
-    float weight = lane < TOP_K ? expf(logit - top) : 0.0f;
-    return Choice{own_id, weight / sum_lanes<32>(weight)};
+    __syncwarp();
+    const uint2 own = lane < TOP_K ? chosen[lane] : make_uint2(0, 0);
+    const float logit = __uint_as_float(own.y & 0x80000000u ? own.y & 0x7fffffffu : ~own.y);
+    const float top = __shfl_sync(FULL, logit, 0);
+    const float weight = lane < TOP_K ? expf(logit - top) : 0.0f;
+    return Choice{own.x, weight / sum_lanes<32>(weight)};
 }

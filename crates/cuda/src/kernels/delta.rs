@@ -1,20 +1,35 @@
-//! The gated delta rule; see `delta.cu`.
+//! The gated delta rule; see `delta.cu`, and for many tokens `delta_wide.cu` and `delta_scan.cu`.
 
 use lily_backend::Result;
 
-use super::{Kernels, Pass, Sizes, arguments};
+use super::{BLOCK_INPUTS, FixedRows, Kernels, Pass, Sizes, arguments};
 use crate::device::Pointer;
 
 /// CTAs that share a value head.
 const SLICES: usize = 4;
-/// Tokens of [`Kernels::delta_scan`] in shared memory at a time; two such batches.
-const SCAN_BATCH: usize = 16;
-/// Tokens that a CTA of [`Kernels::delta_prepare`] takes.
-const PREPARED: usize = 8;
+/// Tokens that [`Kernels::delta_relate`] takes together.
+const CHUNK: usize = 64;
+/// Bytes of most pieces of what it makes.
+const PIECE: usize = 16_384;
+/// Bytes of the other one: half a square of 64 tokens in fragments, and two factors of each token.
+const LOWER_PIECE: usize = 20 * 512 + 2 * CHUNK * 4;
+/// Pieces of [`Kernels::delta_scan`] in shared memory.
+const SCAN_SLOTS: usize = 3;
 
-/// Two batches of queries, keys, 32 values, decay and beta.
+/// A head of a chunk and of the three tokens before; its keys as fragments or a square of its tokens; three numbers of each token and value head, and one of each token.
+pub(super) fn shared_of_relate(s: &Sizes) -> usize {
+    let per_token = 4 * (128 + 4) + 4 * 128 + 12 * s.value_heads / s.key_heads + 4;
+    3 * 4 * (128 + 4) + CHUNK * per_token
+}
+
+/// A ring of pieces and whether they are there, sums of eight warps, and operands of two groups of them.
 pub(super) fn shared_of_scan(_: &Sizes) -> usize {
-    2 * SCAN_BATCH * 4 * (128 + 128 + 32 + 2)
+    SCAN_SLOTS * PIECE + 32 + 8 * 6 * 512 + 2 * 4 * 4 * 512
+}
+
+/// Bytes between [`Kernels::delta_relate`] and [`Kernels::delta_scan`] for `tokens` tokens.
+pub(crate) fn related_bytes(s: &Sizes, tokens: usize) -> usize {
+    tokens.div_ceil(CHUNK) * (s.key_heads * 4 * PIECE + s.value_heads * (4 * PIECE + LOWER_PIECE))
 }
 
 /// Small vectors of a delta layer.
@@ -40,47 +55,56 @@ impl Kernels {
         v: &DeltaVectors,
         (out, squares): (Pointer, Pointer),
     ) -> Result<()> {
-        let (layer, grid) = (layer as i32, (self.sizes.value_heads * SLICES, rows));
+        let needed = self.sizes.value_heads * SLICES;
+        // Of one row a CTA for each processor, like its neighbours: see `gemv.rs`.
+        let grid = (if rows == 1 { needed.max(pass.device.processors as usize) } else { needed }, rows);
+        let layer = layer as i32;
         let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out, squares];
-        pass.launch(self.delta_step, grid, 512, arguments)
+        pass.launch(if rows == 1 { self.delta_step } else { self.rows_delta_step }, grid, 512, arguments)
     }
 
-    /// Many tokens before the recurrence: `projected` to `mixed` and `gates`.
-    pub(crate) fn delta_prepare(
+    /// Many tokens, all that needs no state: `projected` to `related`.
+    pub(crate) fn delta_relate(
         &self,
         pass: &Pass<'_>,
         (run, layer, tokens): (Pointer, usize, usize),
         projected: Pointer,
         v: &DeltaVectors,
-        (mixed, gates): (Pointer, Pointer),
+        related: Pointer,
     ) -> Result<()> {
-        let heads = self.sizes.key_heads + self.sizes.value_heads.div_ceil(2);
-        let (layer, grid, tokens) = (layer as i32, (tokens.div_ceil(PREPARED), heads), tokens as i32);
-        let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, tokens, mixed, gates];
-        pass.launch(self.delta_prepare, grid, 256, arguments)
+        let chunks = tokens.div_ceil(CHUNK);
+        // A CTA to each value head does some work twice; while there are processors for all of them that costs no time.
+        let alone = chunks * self.sizes.value_heads <= 2 * pass.device.processors as usize;
+        let shares = if alone { self.sizes.value_heads / self.sizes.key_heads } else { 1 };
+        let grid = (chunks, self.sizes.key_heads * shares);
+        let (layer, tokens, shares) = (layer as i32, tokens as i32, shares as i32);
+        let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, tokens, shares, related];
+        pass.launch(self.delta_relate, grid, 256, arguments)
     }
 
-    /// Leaves the last inputs of the convolution in the state.
-    pub(crate) fn delta_history(
-        &self,
-        pass: &Pass<'_>,
-        (run, layer, tokens): (Pointer, usize, usize),
-        projected: Pointer,
-    ) -> Result<()> {
-        let (layer, tokens, grid) = (layer as i32, tokens as i32, (self.sizes.conv_width.div_ceil(256), 1));
-        pass.launch(self.delta_history, grid, 256, arguments![run, layer, projected, tokens])
-    }
-
-    /// Many tokens through the recurrence, to `out`.
+    /// Many tokens through the recurrence, to `out`; leaves the last of `projected` to the next convolution.
     pub(crate) fn delta_scan(
         &self,
         pass: &Pass<'_>,
         (run, layer, tokens): (Pointer, usize, usize),
-        (mixed, gates): (Pointer, Pointer),
+        (projected, related): (Pointer, Pointer),
         out: Pointer,
     ) -> Result<()> {
         let (layer, tokens, grid) = (layer as i32, tokens as i32, (self.sizes.value_heads * SLICES, 1));
-        let arguments = arguments![run, layer, mixed, gates, tokens, out];
-        pass.launch(self.delta_scan, grid, 128, arguments)
+        let arguments = arguments![run, layer, projected, related, tokens, out];
+        pass.launch(self.delta_scan, grid, 256, arguments)
+    }
+
+    /// The gated norm of up to [`ROWS`](super::rows::ROWS) tokens, as linears of rows take their inputs.
+    pub(crate) fn few_delta_norm(
+        &self,
+        pass: &Pass<'_>,
+        (o, tokens): (Pointer, usize),
+        projected: Pointer,
+        norm: Pointer,
+        out: FixedRows,
+    ) -> Result<()> {
+        let grid = (tokens * out.width as usize / BLOCK_INPUTS, 1);
+        pass.launch(self.few_delta_norm, grid, 32, arguments![o, projected, norm, out])
     }
 }

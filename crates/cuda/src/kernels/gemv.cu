@@ -9,6 +9,7 @@
 constexpr int WARPS = 16;
 constexpr int THREADS = WARPS * 32;
 constexpr int SLOTS = 2;
+constexpr int PROJECT_SLOTS = 3;   // of the projections, whose warps have about three blocks each
 
 // x of one block in a lane: bytes for the B operand, and of group t the scale and the sum.
 struct Fixed {
@@ -22,31 +23,48 @@ struct FixedLane {
     float scale, sum;
 };
 
-// From 16 values per lane: lane 4g + t has inputs 4t .. 4t + 3 of every sixteen of group g / 2, for high bytes if g is even.
+// Where a lane's 8 values of a block begin: of group g / 2 four inputs from 32 (g % 2) + 4t on, and four 16 further on.
+DEVICE int lane_start(int block, int lane) {
+    return block * BLOCK_INPUTS + (lane >> 3) * GROUP + (lane >> 2 & 1) * 32 + (lane & 3) * 4;
+}
+DEVICE void load_lane(float* v, const float* from) {
+    const float4 a = load_cg((const float4*)from), b = load_cg((const float4*)(from + 16));
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+// From a lane's 8 values. Every value is rounded once; lanes with even and odd g then give each other the bytes they lack.
 DEVICE FixedLane fix_lane(const float* v, int lane) {
-    float largest = 0.0f;
+    float largest = fabsf(v[0]);
 #pragma unroll
-    for (int i = 0; i < 16; i++) largest = fmaxf(largest, fabsf(v[i]));
-    largest = max_lanes<4>(largest);
+    for (int i = 1; i < 8; i++) largest = max_or_nan(largest, fabsf(v[i]));
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) largest = max_or_nan(largest, __shfl_xor_sync(FULL, largest, d));
     const float inverse = fixed_inverse(largest);
-    float sum = 0.0f;
-    u32 q[16];
+    u32 q[8];
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const float rounded = v[i] * inverse + ROUNDER;
-        q[i] = __float_as_uint(rounded);
-        sum += rounded - ROUNDER;
+    for (int i = 0; i < 8; i++) q[i] = __float_as_uint(__fmaf_rn(v[i], inverse, ROUNDER));
+    u32 high[2], low[2];
+    int sum_high = 0, sum_low = 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        high[i] = fixed_bytes<true>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
+        low[i] = fixed_bytes<false>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
+        sum_high = __dp4a((int)high[i], 0x01010101, sum_high);
+        sum_low = __dp4a((int)low[i], 0x01010101, sum_low);
     }
-    // Whole numbers below 2^24: exact in any order.
-    sum = sum_lanes<4>(sum);
-    const bool low = lane >> 2 & 1;
+    int sum = sum_high * 256 + sum_low;
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    const bool odd = lane >> 2 & 1;
     FixedLane own;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        own.words[i] = low ? fixed_bytes<false>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3])
-                           : fixed_bytes<true>(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
+    for (int i = 0; i < 2; i++) {
+        const u32 other = __shfl_xor_sync(FULL, odd ? high[i] : low[i], 4);
+        own.words[i] = odd ? other : high[i];
+        own.words[i + 2] = odd ? low[i] : other;
+    }
     own.scale = fixed_scale(largest);
-    own.sum = own.scale * sum;
+    own.sum = own.scale * (float)sum;
     return own;
 }
 
@@ -67,7 +85,16 @@ DEVICE float group_term(u32 scale_and_bias, float scale, float sum, int high, in
     return __fmaf_rn(__fmul_rn(bf16_low(scale_and_bias), scale), dot, __fmul_rn(bf16_high(scale_and_bias), sum));
 }
 
-// Adds a block's 16 outputs into `out` [16]: lane 0 of each quad writes rows g and g + 8.
+// Outputs of a tile, from those of its blocks [BLOCKS, 16]: even blocks, odd ones, and both. Lanes i and i + 16 get row i.
+template <int BLOCKS> DEVICE float tile_sum(const float* partial, int lane) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int block = 0; block < (BLOCKS + 1) / 2; block++)
+        if (2 * block + (lane >> 4) < BLOCKS) sum += partial[(2 * block + (lane >> 4)) * BLOCK_ROWS + (lane & 15)];
+    return sum + __shfl_xor_sync(FULL, sum, 16);
+}
+
+// A block's 16 outputs to `out` [16].
 template <int BITS> DEVICE void block_times_x(const char* block, const Fixed& x, int lane, float* out) {
     int c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll
@@ -86,12 +113,13 @@ template <int BITS> DEVICE void block_times_x(const char* block, const Fixed& x,
         }
     }
     const uint2 s = *(const uint2*)(block + (BITS == 4 ? 2048 : 4096) + lane * 8);
-    const float y0 = sum_lanes<4>(group_term(s.x, x.scale, x.sum, c[0][0] + c[1][0], c[0][1] + c[1][1]));
-    const float y1 = sum_lanes<4>(group_term(s.y, x.scale, x.sum, c[0][2] + c[1][2], c[0][3] + c[1][3]));
-    if ((lane & 3) == 0) {
-        out[lane >> 2] = y0;
-        out[(lane >> 2) + 8] = y1;
-    }
+    const float y0 = group_term(s.x, x.scale, x.sum, c[0][0] + c[1][0], c[0][1] + c[1][1]);
+    const float y1 = group_term(s.y, x.scale, x.sum, c[0][2] + c[1][2], c[0][3] + c[1][3]);
+    // Over the groups: lanes 0 and 1 of each quad end with row g, lanes 2 and 3 with row g + 8.
+    const bool second = lane & 2;
+    float y = (second ? y1 : y0) + __shfl_xor_sync(FULL, second ? y0 : y1, 2);
+    y += __shfl_xor_sync(FULL, y, 1);
+    if ((lane & 1) == 0) out[(lane >> 2) + (second ? 8 : 0)] = y;
 }
 
 // The tiles of a CTA. `Address(tile, block)` is where a block lies.
@@ -100,14 +128,11 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
     // Tiles whose partial sums fit beside each other; about three blocks per warp.
     static constexpr int CHUNK = BLOCKS >= 3 * WARPS ? 1 : 3 * WARPS / BLOCKS;
     static constexpr int CHUNK_BLOCKS = CHUNK * BLOCKS;
-    static constexpr int SLOTS_FILLED = DEPTH;
 
     struct Shared {
         float partial[CHUNK_BLOCKS * BLOCK_ROWS];
         float squares[WARPS];
     };
-    // Behind the slots: each warp's part of a norm's weights.
-    static constexpr int NORM_OFFSET = WARPS * SLOTS * BLOCK4;
 
     // A walk over this warp's blocks, chunk by chunk.
     struct Walk {
@@ -121,20 +146,19 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
         }
     };
 
-    char* slots;
-    int warp, lane, first_tile, stride, count, filled;
+    BlockRing<BYTES, DEPTH> ring;
+    int warp, lane, first_tile, stride, count;
     Walk ahead;
 
-    // Tiles cta, cta + ctas, ... below `tiles`.
-    DEVICE Tiles(char* shared, int tiles, int cta, int ctas) {
+    // Tiles cta, cta + ctas, ... below `tiles`; the slots lie in `slots`.
+    DEVICE Tiles(char* slots, int tiles, int cta, int ctas)
+        : ring(slots + (threadIdx.x >> 5) * DEPTH * BYTES) {
         warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-        slots = shared + warp * DEPTH * BYTES;
         first_tile = cta, stride = ctas;
         count = tiles > cta ? (tiles - cta - 1) / ctas + 1 : 0;
-        filled = 0;
         ahead = Walk{0, warp};
     }
-    DEVICE Tiles(char* shared, int tiles) : Tiles(shared, tiles, blockIdx.x, gridDim.x) {}
+    DEVICE Tiles(char* slots, int tiles) : Tiles(slots, tiles, blockIdx.x, gridDim.x) {}
 
     DEVICE int tile_of(int index) const { return first_tile + index * stride; }
 
@@ -142,25 +166,11 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
         // A warp with more warps than a chunk has blocks never has any.
         const int index = ahead.chunk * CHUNK + ahead.at / BLOCKS;
         if (ahead.at < CHUNK_BLOCKS && index < count) {
-            const char* from = address(tile_of(index), ahead.at % BLOCKS);
-            char* to = slots + filled * BYTES;
-#pragma unroll
-            for (int i = 0; i < BYTES / 512; i++) copy16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
-            if (lane < 16) copy16(to + BYTES / 512 * 512 + lane * 16, from + BYTES / 512 * 512 + lane * 16);
+            ring.fetch(address(tile_of(index), ahead.at % BLOCKS));
             ahead.next(warp);
-            if (++filled == DEPTH) filled = 0;
+        } else {
+            ring.fetch_nothing();
         }
-        copy_commit();
-    }
-
-    // Fetches the norm's weights of the warp's first block, before the slots are filled.
-    DEVICE float* fetch_norm(char* shared, const float* weight) {
-        float* to = (float*)(shared + NORM_OFFSET) + warp * BLOCK_INPUTS;
-        const float* from = weight + warp % BLOCKS * BLOCK_INPUTS;
-        copy16(to + lane * 4, from + lane * 4);
-        copy16(to + 128 + lane * 4, from + 128 + lane * 4);
-        copy_commit();
-        return to;
     }
 
     template <class Address> DEVICE void fill(Address address) {
@@ -168,91 +178,92 @@ template <int BLOCKS, int BITS, int DEPTH = SLOTS> struct Tiles {
         for (int i = 0; i < DEPTH; i++) fill_slot(address);
     }
 
+    // One slot after the other: so much on the way keeps memory busy, and more would delay the inputs of the kernel before.
+    template <class Address> DEVICE void fill_slowly(Address address) {
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            copy_wait<0>();
+            fill_slot(address);
+        }
+    }
+
     // `load(x, block)` makes the fixed-point input of a block; `finish(tile, lane, sum)` is called by a whole warp for each
     // tile, lanes i and i + 16 with the sum of row i.
     template <class Address, class Load, class Finish>
     DEVICE void run(Shared& shared, Address address, Load load, Finish finish) {
         Fixed x;
-        int current = -1, slot = 0;
+        const bool any = warp < min(CHUNK, count) * BLOCKS;
+        if (any) load(x, warp % BLOCKS);
+        run(shared, address, load, finish, x);
+    }
+    // The same, where x is that of the warp's first block already.
+    template <class Address, class Load, class Finish>
+    DEVICE void run(Shared& shared, Address address, Load load, Finish finish, Fixed& x) {
+        int current = warp % BLOCKS;
         for (int first = 0; first < count; first += CHUNK) {
             const int tiles = min(CHUNK, count - first), blocks = tiles * BLOCKS;
             for (int at = warp; at < blocks; at += WARPS) {
-                const int block = at % BLOCKS;
-                if (block != current) {
-                    load(x, block);
-                    current = block;
+                // Often a warp has the same block of every tile.
+                if (WARPS % BLOCKS != 0 && at % BLOCKS != current) {
+                    current = at % BLOCKS;
+                    load(x, current);
                 }
-                copy_wait<DEPTH - 1>();
-                __syncwarp();
-                block_times_x<BITS>(slots + slot * BYTES, x, lane, shared.partial + at * BLOCK_ROWS);
-                if (++slot == DEPTH) slot = 0;
-                __syncwarp();
+                block_times_x<BITS>(ring.wait(), x, lane, shared.partial + at * BLOCK_ROWS);
+                ring.next();
                 fill_slot(address);
             }
             __syncthreads();
             for (int i = warp; i < tiles; i += WARPS) {
-                const float* partial = shared.partial + i * BLOCKS * BLOCK_ROWS + (lane & 15);
-                float sum = 0.0f;
-#pragma unroll
-                for (int block = 0; block < (BLOCKS + 1) / 2; block++)
-                    if (2 * block + (lane >> 4) < BLOCKS) sum += partial[(2 * block + (lane >> 4)) * BLOCK_ROWS];
-                sum += __shfl_xor_sync(FULL, sum, 16);
-                finish(tile_of(first + i), lane, sum);
+                finish(tile_of(first + i), lane, tile_sum<BLOCKS>(shared.partial + i * BLOCKS * BLOCK_ROWS, lane));
             }
             if (first + CHUNK < count) __syncthreads();
         }
     }
 };
 
-// Where a lane's 16 values of a block begin: 4 of every 16.
-DEVICE int lane_start(int block, int lane) { return block * BLOCK_INPUTS + (lane >> 3) * GROUP + (lane & 3) * 4; }
-
-DEVICE void load16(float* v, const float* from) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float4 q = load_cg((const float4*)from + 4 * i);
-        v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
-    }
-}
-
 // Input of a phase that begins with a norm: h * weight. The scale of the norm, one number, is applied to the outputs; the sums of
 // squares that it needs are left by warps 0 .. BLOCKS - 1, whose first block is their own number.
 constexpr int HIDDEN_BLOCKS = HIDDEN / BLOCK_INPUTS;
 static_assert(HIDDEN % BLOCK_INPUTS == 0 && HIDDEN_BLOCKS <= WARPS, "the norm needs a warp per block");
 
-// A block's values times the norm's weights; their sum of squares before that.
+// A lane's values times the norm's weights; the block's sum of squares before that.
 DEVICE float normed(float* v, const float* weights) {
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 16; i++) sum += v[i] * v[i];
+    for (int i = 0; i < 8; i++) sum += v[i] * v[i];
 #pragma unroll
-    for (int i = 0; i < 16; i++) v[i] *= weights[i];
-    // High and low lanes hold the same values.
-    return sum_lanes<32>(sum) * 0.5f;
+    for (int i = 0; i < 8; i++) v[i] *= weights[i];
+    return sum_lanes<32>(sum);
 }
-template <class T> DEVICE void load_normed(const T&, Fixed& x, int block, int lane, int warp, const float* h, const float* fetched, const float* weight,
-                        float* squares) {
-    float v[16];
-    load16(v, h + lane_start(block, lane));
-    const float4* w;
-    if (WARPS % HIDDEN_BLOCKS == 0 || warp % HIDDEN_BLOCKS == block) {
-        // The first group of copies holds them, so weights may still be on their way. A warp reads no other's.
-        copy_wait<T::SLOTS_FILLED>();
-        __syncwarp();
-        w = (const float4*)(fetched + lane_start(0, lane));
-    } else {
-        w = (const float4*)(weight + lane_start(block, lane));
+// A norm's weights; those of a warp's first block are fetched before the inputs are waited for.
+struct NormWeights {
+    const float* all;
+    float first[8];
+    int warp, lane;
+
+    DEVICE NormWeights(const float* weights) : all(weights), warp(threadIdx.x >> 5), lane(threadIdx.x & 31) {
+        load_lane(first, all + lane_start(warp % HIDDEN_BLOCKS, lane));
     }
-    float weights[16];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float4 q = w[4 * i];
-        weights[4 * i] = q.x, weights[4 * i + 1] = q.y, weights[4 * i + 2] = q.z, weights[4 * i + 3] = q.w;
+    // A lane's values of a block times the weights; the block's sum of squares is left.
+    DEVICE void apply(float* v, int block, float* squares) const {
+        float sum;
+        if (WARPS % HIDDEN_BLOCKS == 0 || warp % HIDDEN_BLOCKS == block) {
+            sum = normed(v, first);
+        } else {
+            float weights[8];
+            load_lane(weights, all + lane_start(block, lane));
+            sum = normed(v, weights);
+        }
+        if (warp == block && lane == 0) squares[warp] = sum;
     }
-    const float sum = normed(v, weights);
-    make_fixed(x, v, lane);
-    if (warp == block && lane == 0) squares[warp] = sum;
-}
+    // The fixed-point input of a block.
+    DEVICE void load(Fixed& x, const float* h, int block, float* squares) const {
+        float v[8];
+        load_lane(v, h + lane_start(block, lane));
+        apply(v, block, squares);
+        make_fixed(x, v, lane);
+    }
+};
 DEVICE float norm_scale(const float* squares) {
     float sum = 0.0f;
 #pragma unroll
@@ -264,17 +275,16 @@ extern __shared__ __align__(128) char dynamic_shared[];
 
 // ---- Norm and the projections of a mixer: h [HIDDEN] to out [16 tiles].
 KERNEL(THREADS, 2) norm_project(const char* weights, int tiles, const float* h, const float* norm, float* out) {
-    typedef Tiles<HIDDEN_BLOCKS, 4> T;
+    typedef Tiles<HIDDEN_BLOCKS, 4, PROJECT_SLOTS> T;
     __shared__ T::Shared shared;
     T t(dynamic_shared, tiles);
     auto address = [&](int tile, int block) { return weights + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK4; };
     launch_dependents();
-    const float* fetched = t.fetch_norm(dynamic_shared, norm);
-    t.fill(address);
+    const NormWeights weights_of_norm(norm);
+    t.fill_slowly(address);
     wait_for_inputs();
     t.run(
-        shared, address,
-        [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
+        shared, address, [&](Fixed& x, int block) { weights_of_norm.load(x, h, block, shared.squares); },
         [&](int tile, int lane, float sum) {
             sum *= norm_scale(shared.squares);
             if (lane < 16) out[tile * 16 + lane] = sum;
@@ -305,7 +315,8 @@ DEVICE float gated_norm_scale(const float* squares, int k) {
     const float4 s = load_cg((const float4*)squares + k / DELTA_HEAD);
     return inverse_root((s.x + s.y + s.z + s.w) / DELTA_HEAD + RMS_EPS);
 }
-template <int BLOCKS, bool NORMED> DEVICE void output(const char* weights, const float* x_in, const float* squares, float* h) {
+template <int BLOCKS, bool NORMED>
+DEVICE void output(const char* weights, const float* x_in, const float* squares, float* h) {
     typedef Tiles<BLOCKS, 4> T;
     __shared__ typename T::Shared shared;
     T t(dynamic_shared, HIDDEN / 16);
@@ -317,13 +328,13 @@ template <int BLOCKS, bool NORMED> DEVICE void output(const char* weights, const
     t.run(
         shared, address,
         [&](Fixed& x, int block) {
-            float v[16];
+            float v[8];
             const int k = lane_start(block, t.lane);
-            load16(v, x_in + k);
+            load_lane(v, x_in + k);
             if (NORMED) {
                 const float scale = gated_norm_scale(squares, k);
 #pragma unroll
-                for (int i = 0; i < 16; i++) v[i] *= scale;
+                for (int i = 0; i < 8; i++) v[i] *= scale;
             }
             make_fixed(x, v, t.lane);
         },
@@ -337,8 +348,7 @@ KERNEL(THREADS, 2) attention_output(const char* weights, const float* x, float* 
 }
 
 // ---- Norm, router and shared gate [ROUTER_TILES tiles, 8 bits], and gate and up of the shared expert. The first ROUTER_TILES
-// CTAs take a tile of the router each. `activation` gets the shared expert's inner values behind those of the routed ones. CTAs beyond
-// the tiles fetch `later` bytes that a later kernel streams into the cache.
+// CTAs take a tile of the router each. `activation` gets the shared expert's inner values behind those of the routed ones.
 constexpr int EXPERT_BLOCKS = (EXPERT_WIDTH + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
 constexpr int SHARED_BLOCKS = (SHARED_WIDTH + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
 constexpr int EXPERT_STRIDE = EXPERT_BLOCKS * BLOCK_INPUTS;
@@ -346,28 +356,19 @@ constexpr int EXPERT_TILES = EXPERT_WIDTH / 8;
 constexpr int SHARED_TILES = SHARED_WIDTH / 8;
 KERNEL(THREADS, 2)
 route_and_share(const char* router, const char* shared_up, const float* h, const float* norm, float* logits,
-                float* activation, const char* later, u32 later_bytes) {
-    if (blockIdx.x >= ROUTER_TILES + SHARED_TILES) {
-        // Memory is idle until experts are chosen.
-        launch_dependents();
-        wait_for_inputs();
-        const u32 ctas = gridDim.x - ROUTER_TILES - SHARED_TILES, cta = blockIdx.x - ROUTER_TILES - SHARED_TILES;
-        const u32 share = (later_bytes / ctas + 127) / 128 * 128, piece = (share / THREADS + 127) / 128 * 128;
-        const u32 from = cta * share + threadIdx.x * piece, end = min(min(from + piece, (cta + 1) * share), later_bytes);
-        if (from < end) fetch_into_cache(later + from, end - from);
-    } else if (blockIdx.x < ROUTER_TILES) {
+                float* activation) {
+    if (blockIdx.x < ROUTER_TILES) {
         typedef Tiles<HIDDEN_BLOCKS, 8, 1> T;
         __shared__ T::Shared shared;
         // A tile per CTA.
         T t(dynamic_shared, ROUTER_TILES, blockIdx.x, ROUTER_TILES);
         auto address = [&](int tile, int block) { return router + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK8; };
         launch_dependents();
-        const float* fetched = t.fetch_norm(dynamic_shared, norm);
         t.fill(address);
+        const NormWeights weights(norm);
         wait_for_inputs();
         t.run(
-            shared, address,
-            [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
+            shared, address, [&](Fixed& x, int block) { weights.load(x, h, block, shared.squares); },
             [&](int tile, int lane, float sum) {
                 sum *= norm_scale(shared.squares);
                 if (lane < 16) logits[tile * 16 + lane] = sum;
@@ -375,15 +376,14 @@ route_and_share(const char* router, const char* shared_up, const float* h, const
     } else {
         typedef Tiles<HIDDEN_BLOCKS, 4> T;
         __shared__ T::Shared shared;
-        T t(dynamic_shared, SHARED_TILES, blockIdx.x - ROUTER_TILES, SHARED_TILES);
+        T t(dynamic_shared, SHARED_TILES, blockIdx.x - ROUTER_TILES, gridDim.x - ROUTER_TILES);
         auto address = [&](int tile, int block) { return shared_up + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK4; };
         launch_dependents();
-        const float* fetched = t.fetch_norm(dynamic_shared, norm);
         t.fill(address);
+        const NormWeights weights(norm);
         wait_for_inputs();
         t.run(
-            shared, address,
-            [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
+            shared, address, [&](Fixed& x, int block) { weights.load(x, h, block, shared.squares); },
             [&](int tile, int lane, float sum) {
                 sum *= norm_scale(shared.squares);
                 const float up = __shfl_down_sync(FULL, sum, 8);
@@ -393,63 +393,108 @@ route_and_share(const char* router, const char* shared_up, const float* h, const
     }
 }
 
-// ---- Gate and up of the chosen experts: their addresses are known only when the router's logits are. The last SHARED_DOWN_CTAS CTAs
-// meanwhile take the down projection of the shared expert, weighted, to shared_out [HIDDEN]: so few that the next kernel finds room.
-constexpr int SHARED_DOWN_CTAS = 16;
-DEVICE void shared_down_part(const char* weights, const float* logits, const float* activation, float* shared_out, int cta) {
-    typedef Tiles<SHARED_BLOCKS, 4> T;
-    __shared__ T::Shared shared;
-    T t(dynamic_shared, HIDDEN / 16, cta, SHARED_DOWN_CTAS);
-    auto address = [&](int tile, int block) { return weights + ((u64)tile * SHARED_BLOCKS + block) * BLOCK4; };
-    t.fill(address);
-    wait_for_inputs();
-    launch_dependents();
-    const float weight = sigmoid(load_cg(logits + SHARED_GATE));
-    t.run(
-        shared, address,
-        [&](Fixed& x, int block) {
-            float v[16];
-            load16(v, activation + TOP_K * EXPERT_STRIDE + lane_start(block, t.lane));
-            make_fixed(x, v, t.lane);
-            x.scale *= weight;
-            x.sum *= weight;
-        },
-        [&](int tile, int lane, float sum) {
-            if (lane < 16) shared_out[tile * 16 + lane] = sum;
-        });
-}
+// ---- The down projection of the shared expert, weighted, to shared_out [HIDDEN]: a CTA's last warp takes tiles blockIdx.x,
+// blockIdx.x + gridDim.x, ... while the experts are chosen and fetched.
+struct SharedDown {
+    static constexpr int TILES = HIDDEN / 16;
+    static constexpr int BYTES = SHARED_BLOCKS * BLOCK4;
+    struct Shared {
+        float partial[SHARED_BLOCKS * BLOCK_ROWS];
+    };
+    const char* weights;
+    BlockRing<BYTES, 1> ring;
+    int lane;
+
+    DEVICE SharedDown(const char* weights, char* slots) : weights(weights), ring(slots), lane(threadIdx.x & 31) {}
+    DEVICE void fetch(int tile) {
+        if (tile < TILES) ring.fetch(weights + (u64)tile * BYTES);
+    }
+    // The first tile has been fetched.
+    DEVICE void run(Shared& shared, const float* inner, float weight, float* out) {
+        for (int tile = blockIdx.x; tile < TILES; tile += gridDim.x) {
+            // Two blocks' inputs at a time: their way is what takes long.
+            for (int first = 0; first < SHARED_BLOCKS; first += 2) {
+                float v[2][8];
+#pragma unroll
+                for (int i = 0; i < 2; i++) load_lane(v[i], inner + lane_start(min(first + i, SHARED_BLOCKS - 1), lane));
+                const char* blocks = ring.wait();
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    if (first + i == SHARED_BLOCKS) break;
+                    Fixed x;
+                    make_fixed(x, v[i], lane);
+                    x.scale *= weight;
+                    x.sum *= weight;
+                    block_times_x<4>(blocks + (first + i) * BLOCK4, x, lane, shared.partial + (first + i) * BLOCK_ROWS);
+                }
+            }
+            ring.next();
+            const float sum = tile_sum<SHARED_BLOCKS>(shared.partial, lane);
+            if (lane < 16) out[tile * 16 + lane] = sum;
+            fetch(tile + gridDim.x);
+        }
+    }
+};
+
+// ---- Gate and up of the chosen experts: their addresses are known only when the router's logits are.
 KERNEL(THREADS, 2)
 experts_up(const char* weights, const char* shared_down, const float* logits, const float* h, const float* norm,
            float* activation, float* shared_out) {
-    const int ctas = gridDim.x - SHARED_DOWN_CTAS;
-    if ((int)blockIdx.x >= ctas) return shared_down_part(shared_down, logits, activation, shared_out, blockIdx.x - ctas);
     typedef Tiles<HIDDEN_BLOCKS, 4> T;
     __shared__ T::Shared shared;
-    __shared__ u32 ids[TOP_K];
-    T t(dynamic_shared, TOP_K * EXPERT_TILES, blockIdx.x, ctas);
-    const float* fetched = t.fetch_norm(dynamic_shared, norm);
+    __shared__ SharedDown::Shared shared_of_down;
+    __shared__ float4 aside[2][64];
+    __shared__ uint2 chosen[TOP_K];
+    T t(dynamic_shared, TOP_K * EXPERT_TILES);
+    const bool takes_down = t.warp == WARPS - 1;
+    SharedDown down(shared_down, dynamic_shared + WARPS * SLOTS * BLOCK4);
+    if (takes_down) down.fetch(blockIdx.x);
+    const NormWeights weights_of_norm(norm);
     wait_for_inputs();
     // Only now: so the next kernel may use what the kernels before this one wrote before it waits itself.
     launch_dependents();
-    if (t.warp == 0) {
-        const Choice choice = choose_experts(logits, t.lane);
-        if (t.lane < TOP_K) ids[t.lane] = choice.id;
-    }
-    __syncthreads();
     auto address = [&](int tile, int block) {
-        const u64 row = (u64)ids[tile / EXPERT_TILES] * EXPERT_TILES + tile % EXPERT_TILES;
+        const u64 row = (u64)chosen[tile / EXPERT_TILES].x * EXPERT_TILES + tile % EXPERT_TILES;
         return weights + (row * HIDDEN_BLOCKS + block) * BLOCK4;
     };
-    t.fill(address);
+    // Every warp fetches its inputs at once: behind the experts' weights they would come late. The first one then chooses, the last
+    // one takes the shared expert's part, and both find their inputs in shared memory when they are done.
+    constexpr int CHOSEN = 1, CHOSEN_FOR_LAST = 2;
+    const int block = t.warp % HIDDEN_BLOCKS;
+    const float* inputs = h + lane_start(block, t.lane);
+    Fixed x;
+    if (t.warp == 0 || takes_down) {
+        float4* own = aside[takes_down] + t.lane;
+        copy16(own, inputs), copy16(own + 32, inputs + 16);
+        copy_commit();
+        if (takes_down) {
+            down.run(shared_of_down, activation + TOP_K * EXPERT_STRIDE, sigmoid(load_cg(logits + SHARED_GATE)), shared_out);
+            meet(CHOSEN_FOR_LAST, 64);
+        } else {
+            choose_experts(logits, t.lane, chosen);
+            arrive(CHOSEN_FOR_LAST, 64);
+            meet(CHOSEN, THREADS - 32);
+        }
+        t.fill(address);
+        copy_wait<SLOTS>();
+        const float4 a = own[0], b = own[32];
+        float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        weights_of_norm.apply(v, block, shared.squares);
+        make_fixed(x, v, t.lane);
+    } else {
+        weights_of_norm.load(x, h, block, shared.squares);
+        meet(CHOSEN, THREADS - 32);
+        t.fill(address);
+    }
     t.run(
-        shared, address,
-        [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
+        shared, address, [&](Fixed& x, int block) { weights_of_norm.load(x, h, block, shared.squares); },
         [&](int tile, int lane, float sum) {
             sum *= norm_scale(shared.squares);
             const float up = __shfl_down_sync(FULL, sum, 8);
             if (lane < 8)
                 activation[tile / EXPERT_TILES * EXPERT_STRIDE + tile % EXPERT_TILES * 8 + lane] = silu(sum) * up;
-        });
+        },
+        x);
 }
 
 // ---- Down projections of the chosen experts as one linear, weighted, added to h together with the shared expert's.
@@ -459,21 +504,18 @@ KERNEL(THREADS, 2)
 experts_down(const char* experts, const float* logits, const float* activation, const float* shared_out, float* h) {
     typedef Tiles<ROUTED_BLOCKS, 4> T;
     __shared__ T::Shared shared;
-    __shared__ u32 ids[TOP_K];
+    __shared__ uint2 chosen[TOP_K];
     __shared__ float weights[TOP_K];
     T t(dynamic_shared, HIDDEN / 16);
     launch_dependents();
     // The router's kernel is complete: the one between launched this only after it had waited for it.
     if (t.warp == 0) {
-        const Choice choice = choose_experts(logits, t.lane);
-        if (t.lane < TOP_K) {
-            ids[t.lane] = choice.id;
-            weights[t.lane] = choice.weight;
-        }
+        const Choice choice = choose_experts(logits, t.lane, chosen);
+        if (t.lane < TOP_K) weights[t.lane] = choice.weight;
     }
     __syncthreads();
     auto address = [&](int tile, int block) {
-        const u64 row = (u64)ids[block / EXPERT_BLOCKS] * (HIDDEN / 16) + tile;
+        const u64 row = (u64)chosen[block / EXPERT_BLOCKS].x * (HIDDEN / 16) + tile;
         return experts + (row * EXPERT_BLOCKS + block % EXPERT_BLOCKS) * BLOCK4;
     };
     t.fill(address);
@@ -482,9 +524,9 @@ experts_down(const char* experts, const float* logits, const float* activation, 
     t.run(
         shared, address,
         [&](Fixed& x, int block) {
-            float v[16];
+            float v[8];
             // Inner values of one expert after the other, each in whole blocks, like the weights.
-            load16(v, activation + lane_start(block, t.lane));
+            load_lane(v, activation + lane_start(block, t.lane));
             make_fixed(x, v, t.lane);
             const float weight = weights[block / EXPERT_BLOCKS];
             x.scale *= weight;
@@ -510,14 +552,13 @@ head(const char* weights, const Run* run, const float* h, const float* norm, flo
     T t(dynamic_shared, VOCAB_TILES);
     auto address = [&](int tile, int block) { return weights + ((u64)tile * HIDDEN_BLOCKS + block) * BLOCK4; };
     launch_dependents();
-    const float* fetched = t.fetch_norm(dynamic_shared, norm);
     t.fill(address);
+    const NormWeights weights_of_norm(norm);
     const u32 limit = min(run->vocab_limit, (u32)VOCAB);
     wait_for_inputs();
     Best own{LOWEST, 0xffffffffu, 0, 0};
     t.run(
-        shared, address,
-        [&](Fixed& x, int block) { load_normed(t, x, block, t.lane, t.warp, h, fetched, norm, shared.squares); },
+        shared, address, [&](Fixed& x, int block) { weights_of_norm.load(x, h, block, shared.squares); },
         [&](int tile, int lane, float sum) {
             sum *= norm_scale(shared.squares);
             const u32 id = tile * 16 + lane;

@@ -2,25 +2,56 @@
 
 use lily_backend::Result;
 
-use super::{BLOCK_INPUTS, BLOCK4_BYTES, Kernels, Pass, Sizes, TILE_ROWS, arguments};
-use crate::device::Pointer;
+use super::gemm::WIDE_ARCH;
+use super::{BLOCK4_BYTES, Kernels, Pass, Sizes, arguments, blocks};
+use crate::device::{Function, Module, Pointer};
 
 const WARPS: usize = 16;
 const THREADS: usize = 32 * WARPS;
 /// Blocks that a warp has on the way. More let the streams of neighbouring kernels push each other out: two CTAs must fit.
 const SLOTS: usize = 2;
-/// CTAs for the shared expert beside those of the others. With more there is no room for the next kernel to begin early.
-const SHARED_DOWN_CTAS: usize = 16;
+/// The same of [`Kernels::norm_project`].
+const PROJECT_SLOTS: usize = 3;
 
-/// Dynamic shared memory of these kernels: slots, of which one of an 8-bit block is smaller than two of 4-bit ones, and each
-/// warp's part of a norm's weights.
+/// Dynamic shared memory of these kernels: slots, of which one of an 8-bit block is smaller than two of 4-bit ones.
 pub(super) fn shared(_: &Sizes) -> usize {
-    WARPS * (SLOTS * BLOCK4_BYTES + 4 * BLOCK_INPUTS)
+    WARPS * SLOTS * BLOCK4_BYTES
 }
 
-/// Tiles over the processors.
-fn grid(pass: &Pass<'_>, tiles: usize) -> (usize, usize) {
-    (tiles.min(pass.device.processors as usize), 1)
+/// Slots, and a tile of the shared expert.
+pub(super) fn shared_of_up(s: &Sizes) -> usize {
+    shared(s) + blocks(s.shared_width) * BLOCK4_BYTES
+}
+
+/// Kernels of which no two CTAs fit on a processor, while one of a neighbour's does: they ask for a little more than half of its
+/// shared memory. Every kernel of a token has a CTA for each processor. Where one processor had two of them it would be the last
+/// by a microsecond or two, in the kernels that follow as well, because those begin where there is room.
+pub(super) struct Alone {
+    norm_project: (Function, u32),
+    delta_output: (Function, u32),
+    attention_output: (Function, u32),
+}
+
+/// More than half of the 228 KiB of Hopper, and beside it there is room for a CTA of [`shared_of_up`].
+const ALONE_BYTES: usize = 118 << 10;
+
+impl Alone {
+    pub(super) fn load(module: &Module, sizes: &Sizes, arch: u32) -> Result<Alone> {
+        let load = |name, needed: usize| -> Result<(Function, u32)> {
+            let shared = if arch == WIDE_ARCH { needed.max(ALONE_BYTES) } else { needed } as u32;
+            Ok((module.function(name, shared)?, shared))
+        };
+        Ok(Alone {
+            norm_project: load("norm_project", WARPS * PROJECT_SLOTS * BLOCK4_BYTES)?,
+            delta_output: load("delta_output", shared(sizes))?,
+            attention_output: load("attention_output", shared(sizes))?,
+        })
+    }
+}
+
+/// A CTA for each processor, whether it finds a tile or not.
+fn grid(pass: &Pass<'_>) -> (usize, usize) {
+    (pass.device.processors as usize, 1)
 }
 
 impl Kernels {
@@ -34,7 +65,7 @@ impl Kernels {
         out: Pointer,
     ) -> Result<()> {
         let count = tiles as i32;
-        pass.launch(self.norm_project, grid(pass, tiles), THREADS, arguments![weights, count, h, norm, out])
+        pass.launch(self.alone.norm_project, grid(pass), THREADS, arguments![weights, count, h, norm, out])
     }
 
     /// Output projection of a delta layer, added to `h`.
@@ -46,30 +77,25 @@ impl Kernels {
         squares: Pointer,
         h: Pointer,
     ) -> Result<()> {
-        let grid = grid(pass, self.sizes.hidden / TILE_ROWS);
-        pass.launch(self.delta_output, grid, THREADS, arguments![weights, x, squares, h])
+        pass.launch(self.alone.delta_output, grid(pass), THREADS, arguments![weights, x, squares, h])
     }
 
     /// Output projection of an attention layer, added to `h`.
     pub(crate) fn attention_output(&self, pass: &Pass<'_>, weights: Pointer, x: Pointer, h: Pointer) -> Result<()> {
-        let grid = grid(pass, self.sizes.hidden / TILE_ROWS);
-        pass.launch(self.attention_output, grid, THREADS, arguments![weights, x, h])
+        pass.launch(self.alone.attention_output, grid(pass), THREADS, arguments![weights, x, h])
     }
 
-    /// Norm of `h`, router and shared gate to `logits`, gate and up of the shared expert to `activation`. Meanwhile
-    /// `bytes` bytes at `later`, which are streamed next, go into the cache.
+    /// Norm of `h`, router and shared gate to `logits`, gate and up of the shared expert to `activation`.
     pub(crate) fn route_and_share(
         &self,
         pass: &Pass<'_>,
         (router, shared_up): (Pointer, Pointer),
         (h, norm): (Pointer, Pointer),
         (logits, activation): (Pointer, Pointer),
-        (later, bytes): (Pointer, usize),
     ) -> Result<()> {
-        let (tiled, bytes) = (self.sizes.router_tiles + self.sizes.shared_width / 8, bytes as u32);
-        let grid = (tiled + (pass.device.processors as usize).saturating_sub(tiled).max(1), 1);
-        let arguments = arguments![router, shared_up, h, norm, logits, activation, later, bytes];
-        pass.launch(self.route_and_share, grid, THREADS, arguments)
+        // A CTA for each tile of the router, and others for the shared expert.
+        let grid = (grid(pass).0.max(self.sizes.router_tiles + 1), 1);
+        pass.launch(self.route_and_share, grid, THREADS, arguments![router, shared_up, h, norm, logits, activation])
     }
 
     /// Gate and up of the experts that `logits` choose, to `activation`; down projection of the shared one, weighted, to `shared`.
@@ -81,9 +107,8 @@ impl Kernels {
         (h, norm): (Pointer, Pointer),
         (activation, shared): (Pointer, Pointer),
     ) -> Result<()> {
-        let (grid, _) = grid(pass, self.sizes.top_k * self.sizes.expert_width / 8);
         let arguments = arguments![up, shared_down, logits, h, norm, activation, shared];
-        pass.launch(self.experts_up, (grid + SHARED_DOWN_CTAS, 1), THREADS, arguments)
+        pass.launch(self.experts_up, grid(pass), THREADS, arguments)
     }
 
     /// Down projections of the chosen experts, weighted, and `shared`, added to `h`.
@@ -95,8 +120,7 @@ impl Kernels {
         (activation, shared): (Pointer, Pointer),
         h: Pointer,
     ) -> Result<()> {
-        let grid = grid(pass, self.sizes.hidden / TILE_ROWS);
-        pass.launch(self.experts_down, grid, THREADS, arguments![experts, logits, activation, shared, h])
+        pass.launch(self.experts_down, grid(pass), THREADS, arguments![experts, logits, activation, shared, h])
     }
 
     /// CTAs of [`Kernels::head`], each with a best logit: two per processor, which are enough to stream at full speed.

@@ -35,6 +35,8 @@ pub(crate) const SOURCES: &[(&str, &str)] = &[
     ("attention_wide.cu", include_str!("attention_wide.cu")),
     ("moe.cu", include_str!("moe.cu")),
     ("rows.cu", include_str!("rows.cu")),
+    ("delta_wide.cu", include_str!("delta_wide.cu")),
+    ("delta_scan.cu", include_str!("delta_scan.cu")),
     ("sample.cu", include_str!("sample.cu")),
 ];
 
@@ -178,6 +180,7 @@ macro_rules! kernels {
         pub(crate) struct Kernels {
             pub(crate) sizes: Sizes,
             wide: Option<gemm::Wide>,
+            alone: gemv::Alone,
             attend_wide: Option<(Function, u32)>,
             $($name: (Function, u32),)+
             // Last: functions belong to it.
@@ -190,8 +193,9 @@ macro_rules! kernels {
                 let (module, sizes) = (device.module(cubin)?, Sizes::new(shape));
                 $(let shared = ($shared)(&sizes) as u32; let $name = (module.function(stringify!($name), shared)?, shared);)+
                 let wide = gemm::Wide::load(&module, device.arch)?;
+                let alone = gemv::Alone::load(&module, &sizes, device.arch)?;
                 let attend_wide = attention::load_wide(&module, &sizes, device.arch)?;
-                Ok(Kernels { sizes, wide, attend_wide, $($name,)+ _module: module })
+                Ok(Kernels { sizes, wide, alone, attend_wide, $($name,)+ _module: module })
             }
         }
     };
@@ -204,22 +208,20 @@ kernels! {
     repack_q8: NONE;
     plain_read: NONE;
     embed: NONE;
-    norm_project: gemv::shared;
     delta_step: NONE;
-    delta_output: gemv::shared;
+    rows_delta_step: NONE;
     attend: attention::shared_of_one;
     attend_combine: NONE;
-    attention_output: gemv::shared;
     route_and_share: gemv::shared;
-    experts_up: gemv::shared;
+    experts_up: gemv::shared_of_up;
     experts_down: gemv::shared;
     head: gemv::shared;
     norm_rows: NONE;
     fix_rows: NONE;
     delta_norm: NONE;
-    delta_prepare: NONE;
-    delta_history: NONE;
+    delta_relate: delta::shared_of_relate;
     delta_scan: delta::shared_of_scan;
+    few_delta_norm: NONE;
     attention_prepare: NONE;
     attend_many: attention::shared_of_many;
     fill_noise: NONE;

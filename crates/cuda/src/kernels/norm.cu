@@ -35,12 +35,15 @@ DEVICE void store_fixed(const FixedRows& out, u64 row, int k, float4 v) {
 }
 
 // ---- Tokens to the residual stream. Grid [tokens], 256 threads. `ids`: what to feed, or null for each run's own token.
-KERNEL(256, 4) embed(const Run* run, const u32* ids, const u8* codes, const u16* scales, const u16* biases, float* h) {
+// `turns` [tokens, 32], or null: the turns of RoPE at each run's position, for all attention layers.
+KERNEL(256, 4)
+embed(const Run* run, const u32* ids, const u8* codes, const u16* scales, const u16* biases, float* h, float2* turns) {
     if (!ids) run += blockIdx.x;
     const u32 id = ids ? ids[blockIdx.x] : run->token == FROM_STATE ? *run->sampled : run->token;
     launch_dependents();
     wait_for_inputs();
     if (threadIdx.x == 0) run->tokens[run->position + (ids ? blockIdx.x : 0)] = id;
+    if (turns && threadIdx.x < ROTARY / 2) turns[blockIdx.x * (ROTARY / 2) + threadIdx.x] = rope_turn(threadIdx.x, run->position);
     for (int k = threadIdx.x * 8; k < HIDDEN; k += 256 * 8) {
         const u32 word = *(const u32*)(codes + ((u64)id * HIDDEN + k) / 2);
         const u64 group = ((u64)id * HIDDEN + k) / GROUP;

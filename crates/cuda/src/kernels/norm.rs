@@ -21,9 +21,9 @@ impl Kernels {
         (run, tokens): (Pointer, usize),
         ids: Pointer,
         e: &Embedding,
-        h: Pointer,
+        (h, turns): (Pointer, Pointer),
     ) -> Result<()> {
-        pass.launch(self.embed, (tokens, 1), 256, arguments![run, ids, e.codes, e.scales, e.biases, h])
+        pass.launch(self.embed, (tokens, 1), 256, arguments![run, ids, e.codes, e.scales, e.biases, h, turns])
     }
 
     /// Norm of `rows` rows of `h`.

@@ -56,8 +56,8 @@ KERNEL(64, 8) rows_norm(float* h, const float* parts, int kind, const float* nor
     __shared__ float stream[BLOCK_INPUTS];
     const int lane = threadIdx.x & 31, row = blockIdx.x / HIDDEN_BLOCKS, block = blockIdx.x % HIDDEN_BLOCKS;
     launch_dependents();
-    float v[16], w[16];
-    if (threadIdx.x < 32) load16(w, norm + lane_start(block, lane));
+    float v[8], w[8];
+    if (threadIdx.x < 32) load_lane(w, norm + lane_start(block, lane));
     wait_for_inputs();
     if (threadIdx.x < BLOCK_INPUTS / 4) {
         const int k = block * BLOCK_INPUTS + threadIdx.x * 4;
@@ -81,7 +81,7 @@ KERNEL(64, 8) rows_norm(float* h, const float* parts, int kind, const float* nor
     __syncthreads();
     if (threadIdx.x >= 32) return;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 2; i++) {
         const float4 q = *(const float4*)(stream + lane_start(0, lane) + 16 * i);
         v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
     }
@@ -97,12 +97,12 @@ KERNEL(32, 16) rows_fix(const float* x, const float* squares, FixedRows out) {
     wait_for_inputs();
     // Only now, for rows_down: see experts_up.
     launch_dependents();
-    float v[16];
-    load16(v, x + (u64)row * out.width + k);
+    float v[8];
+    load_lane(v, x + (u64)row * out.width + k);
     if (squares) {
         const float scale = gated_norm_scale(squares + row * VALUE_HEADS * 4, k);
 #pragma unroll
-        for (int i = 0; i < 16; i++) v[i] *= scale;
+        for (int i = 0; i < 8; i++) v[i] *= scale;
     }
     store_lane(out, row, block, fix_lane(v, lane), lane);
 }
@@ -374,6 +374,7 @@ rows_route_and_share(const char* router, const char* shared_up, FixedRows x, int
 // The choice of every row, and who meets whom: experts rising, the rows of each in order, by four. One CTA, a warp per row.
 KERNEL(ROWS * 32, 1) rows_choose(const float* logits, int rows, Meeting* meetings, u32* count, float* weights) {
     __shared__ u32 masks[EXPERTS], starts[EXPERTS];
+    __shared__ uint2 chosen[ROWS][TOP_K];
     const int row = threadIdx.x >> 5, lane = threadIdx.x & 31;
     for (int i = threadIdx.x; i < EXPERTS; i += ROWS * 32) masks[i] = 0;
     __syncthreads();
@@ -381,7 +382,7 @@ KERNEL(ROWS * 32, 1) rows_choose(const float* logits, int rows, Meeting* meeting
     launch_dependents();
     Choice choice{0, 0.0f};
     if (row < rows) {
-        choice = choose_experts(logits + row * ROUTER_ROWS, lane);
+        choice = choose_experts(logits + row * ROUTER_ROWS, lane, chosen[row]);
         if (lane < TOP_K) {
             atomicOr(&masks[choice.id], 1u << row);
             weights[row * SHARES + lane] = choice.weight;

@@ -164,6 +164,21 @@ fn an_answer_that_is_asked_for_again_leaves_the_first() {
 }
 
 #[test]
+fn a_request_finds_an_answer_that_has_just_ended() {
+    let mut engine = engine(hashing(), options());
+    let first = prompt(&words(3, 100));
+    engine.submit(first.clone(), at_most(9)).unwrap();
+    let mut events = Vec::new();
+    while !events.iter().any(|(_, event)| matches!(event, Ok(Event::Finished(_)))) {
+        events.extend(engine.step());
+    }
+    engine.submit(prompt(&(words(3, 100) + &cold(&first, at_most(9)) + "!")), at_most(1)).unwrap();
+    let events = drain(&mut engine);
+    let Some(Ok(Event::Finished(end))) = events[&RequestId(1)].last() else { panic!("no end") };
+    assert_eq!(end.cached_tokens, 108);
+}
+
+#[test]
 fn states_grow_with_their_answers_and_no_further_than_needed() {
     for steps in [1, 2] {
         let backend = Scripted::new(Script::Hash, steps).with_rows(8).with_memory(5000);

@@ -23,6 +23,7 @@ namespace {
 constexpr uint32_t SEVERAL = 1u << 31;
 constexpr size_t THREADGROUP_MEMORY = 32768;  // of every Apple GPU family from 7 on
 constexpr uint32_t MOST_THREADS = 1024;       // as memory.rs has it
+constexpr uint32_t MOST_PRODUCTS = 128 * 128;
 
 struct Simdgroup {
   alignas(64) unsigned char slots[2][32][16];
@@ -52,6 +53,7 @@ struct Group {
   Simdgroup simds[MOST_THREADS / 32];
   std::vector<Variable> variables;
   std::vector<LocalCell> local;
+  float product[MOST_PRODUCTS];  // of `multiply_rows`
   alignas(16) char dynamic[2 * THREADGROUP_MEMORY];
   size_t dynamic_bytes;
   void* scheduler;
@@ -322,7 +324,8 @@ void fault(const char* what, uint32_t site) {
   abort();
 }
 
-void threadgroup_barrier(uint32_t site) {
+// A meeting of all threads of the threadgroup; the last to arrive computes.
+template <class Compute> static void meet_all(uint32_t site, Compute compute) {
   g.report->lane_steps++;
   if (!g.barrier_arrived) g.barrier_site = site;
   if (g.barrier_site != site) fault("threads of one threadgroup meet at different barriers", site);
@@ -330,12 +333,16 @@ void threadgroup_barrier(uint32_t site) {
   if (++g.barrier_arrived == g.count) {
     g.barrier_arrived = 0;
     g.barrier_phase++;
-    g.phase++;
+    compute();
     return;
   }
   g.status[g.me] = Status::InBarrier;
   g.waits_for[g.me] = g.barrier_phase;
   yield();
+}
+
+void threadgroup_barrier(uint32_t site) {
+  meet_all(site, [] { g.phase++; });
 }
 
 void simd_barrier(uint32_t site) {
@@ -375,6 +382,39 @@ const float* multiply(const float lane_elements[4], uint32_t site) {
     }
   });
   return simd_of(g.me).product[bank];
+}
+
+const float* multiply_rows(HalfRows left, HalfRows right, uint32_t simdgroups, uint32_t site) {
+  if (g.count != simdgroups * 32) fault("matmul2d by other simdgroups than those of the threadgroup", site);
+  if (left.rows * right.rows > MOST_PRODUCTS) fault("matmul2d of a tile that is larger than the stand-in has room for", site);
+  if (left.columns % 8 || left.columns != right.columns) fault("matmul2d of rows of other lengths", site);
+  // Which simdgroup reads what is not specified: each is taken to read everything, from when it arrives until a barrier.
+  if (g.me % 32 == 0) {
+    for (const HalfRows& rows : {left, right}) {
+      const uint64_t begin = reinterpret_cast<uint64_t>(rows.data);
+      for (uint64_t at = 0; at < 2ull * rows.rows * rows.columns; at += 16) touch(begin + at, 16, false);
+    }
+  }
+  meet_all(site, [&] {
+    std::vector<float> operands[2];
+    for (int side = 0; side < 2; side++) {
+      const HalfRows& rows = side ? right : left;
+      operands[side].assign(rows.data, rows.data + rows.rows * rows.columns);
+    }
+    const float* a = operands[0].data();
+    for (uint32_t row = 0; row < left.rows; row++, a += left.columns) {
+      const float* b = operands[1].data();
+      for (uint32_t column = 0; column < right.rows; column++, b += right.columns) {
+        // In eight parts; Apple does not say in which order they are added.
+        float sums[8] = {};
+        for (uint32_t k = 0; k < left.columns; k += 8)
+          for (uint32_t i = 0; i < 8; i++) sums[i] += a[k + i] * b[k + i];
+        g.product[row * right.rows + column] =
+            ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+      }
+    }
+  });
+  return g.product;
 }
 
 void threadgroup_variable(void* address, size_t size) {

@@ -69,6 +69,23 @@ const unsigned char* exchange(const void* value, size_t size, uint32_t site);
 uint32_t exchanged_lanes();  // bits of the lanes that took part
 // 8x8 matrices of float, one row-major product a * b per simdgroup; each lane brings two elements of both.
 const float* multiply(const float lane_elements[4], uint32_t site);
+inline void product(const float lane_elements[4], int row, int column, float two[2], uint32_t site) {
+  const float* from = multiply(lane_elements, site) + row * 8 + column;
+  two[0] = from[0], two[1] = from[1];
+}
+inline int lane() { return current->lane; }
+inline uint32_t index_in_group() { return current->index; }
+// Rows of halves, one behind the other.
+struct HalfRows { const _Float16* data; uint32_t rows, columns; };
+// left * right^T by all threads of the threadgroup, which are so many simdgroups: [left.rows, right.rows], valid until the
+// next call. Threads do not wait for each other's memory here.
+const float* multiply_rows(HalfRows left, HalfRows right, uint32_t simdgroups, uint32_t site);
+struct RowProduct {
+  const float* all;
+  uint32_t columns;
+  RowProduct(HalfRows left, HalfRows right, uint32_t simdgroups, uint32_t site) : all(multiply_rows(left, right, simdgroups, site)), columns(right.rows) {}
+  float at(int row, int column) const { return all[row * columns + column]; }
+};
 // A variable in threadgroup memory comes to life: counted and poisoned.
 void threadgroup_variable(void* address, size_t size);
 

@@ -3,8 +3,9 @@
 using namespace metal;
 
 constant uint LANES = 32;
-// Simdgroups of every threadgroup that reads weights.
+// Simdgroups and threads of every threadgroup that reads weights.
 constant uint SIMDS = 4;
+constant uint GROUP_THREADS = SIMDS * LANES;
 // Columns of a row that one lane holds, and one simdgroup.
 constant uint LANE_COLUMNS = 32;
 constant uint SLICE_COLUMNS = LANES * LANE_COLUMNS;
@@ -12,8 +13,11 @@ constant uint SLICE_COLUMNS = LANES * LANE_COLUMNS;
 constant uint STREAM_ROWS = 8;
 constant uint STREAM_GROUPS = HIDDEN / STREAM_ROWS;
 
-// Rows of x in one tile of a matrix product over many tokens.
+// Rows of x in one tile of a matrix product over many tokens, its outputs, and how far its rows are apart in threadgroup memory:
+// a few words more than what they hold, so that eight of them begin in different banks.
 constant uint TILE_ROWS = 64;
+constant uint TILE_OUTPUTS = 64;
+constant uint Y_STRIDE = TILE_OUTPUTS + 8;
 // Tokens that the delta rule takes at a time over many tokens.
 constant uint CHUNK = 64;
 

@@ -1,108 +1,16 @@
-// Many tokens through quantized matrices, y = x W^T, on 8x8 matrices of the simdgroup.
+// Many tokens through quantized matrices, y = x W^T.
 //
-// A threadgroup makes a tile of up to 64 rows and 64 outputs, 32 columns of x and W at a time: its threads bring both as f32
-// into threadgroup memory, W dequantized, while the next 32 are on their way into registers. A simdgroup has all rows of 16
-// outputs, so that a tile of few rows costs no more than those rows, eight at a time. Operands are f32, which Apple GPUs of
-// families 7 and 8 multiply as fast as f16: a prompt is as exact as tokens one by one. Rows do not depend on each other.
-// Reference: `linear`, `expert_linear`, `swiglu`.
+// A threadgroup makes a tile of up to 64 rows and 64 outputs. How it multiplies stands in the file before this one, which there is
+// for matrices of the simdgroup and for tensor units: `multiply_tile` leaves a tile in threadgroup memory. Rows do not depend on
+// each other. Reference: `linear`, `expert_linear`, `swiglu`.
 //
 // Moves for every tile of rows OUTPUTS * INPUTS * 9 / 16 bytes of weights, for every tile of outputs the rows of x.
-
-#include <metal_simdgroup_matrix>
 
 constant uint INPUTS [[function_constant(0)]];
 // Rows of W that make outputs; of gate and up together where they meet.
 constant uint OUTPUTS [[function_constant(1)]];
 // Outputs that go to the first of two, where there are two.
 constant uint SPLIT [[function_constant(2)]];
-
-constant uint TILE_OUTPUTS = 64;
-constant uint TILE_INPUTS = 32;
-// Rows in threadgroup memory are a few words longer than what they hold, so that eight of them begin in different banks.
-constant uint X_STRIDE = TILE_INPUTS + 4;
-constant uint Y_STRIDE = TILE_OUTPUTS + 8;
-constant uint SHARED_FLOATS = (TILE_ROWS + TILE_OUTPUTS) * X_STRIDE;
-static_assert(TILE_ROWS * Y_STRIDE <= SHARED_FLOATS, "the finished tile takes the place of its operands");
-constant uint GROUP_THREADS = SIMDS * LANES;
-static_assert(2 * TILE_ROWS == GROUP_THREADS && TILE_ROWS == TILE_OUTPUTS, "two threads bring a row of each operand");
-
-// What a thread brings for one step: half a row of x and of W.
-struct Piece {
-  float4 x[TILE_INPUTS / 8];
-  uint4 codes;
-  float scale;
-  float bias;
-};
-
-template <ushort BITS> inline void load_piece(thread Piece& piece, Matrix m, device const float* x, bool has_row, uint w_row, uint column) {
-  UNROLL for (ushort i = 0; i < TILE_INPUTS / 8; i++) piece.x[i] = has_row ? *(device const float4*)(x + column + 4 * i) : float4(0.0f);
-  const uint at = w_row * m.inputs + column;
-  if (BITS == 4) {
-    const uint2 codes = ((device const uint2*)m.codes)[at / 16];
-    piece.codes = uint4(codes.x, codes.y, 0, 0);
-  } else {
-    piece.codes = m.codes[at / 16];
-  }
-  piece.scale = bf16(m.scales[at / GROUP]);
-  piece.bias = bf16(m.biases[at / GROUP]);
-}
-
-template <ushort BITS> inline void store_piece(thread const Piece& piece, uint thread_index, threadgroup float* shared) {
-  threadgroup float* place = shared + thread_index / 2 * X_STRIDE + thread_index % 2 * (TILE_INPUTS / 2);
-  threadgroup float4* x = (threadgroup float4*)place;
-  UNROLL for (ushort i = 0; i < TILE_INPUTS / 8; i++) x[i] = piece.x[i];
-  threadgroup float4* w = (threadgroup float4*)(place + TILE_ROWS * X_STRIDE);
-  if (BITS == 4) {
-    UNROLL for (ushort i = 0; i < 2; i++) {
-      float4 low, high;
-      dequantize_q4(i == 0 ? piece.codes.x : piece.codes.y, piece.scale, piece.bias, low, high);
-      w[2 * i] = low;
-      w[2 * i + 1] = high;
-    }
-  } else {
-    w[0] = dequantize_q8(piece.codes.x, piece.scale, piece.bias);
-    w[1] = dequantize_q8(piece.codes.y, piece.scale, piece.bias);
-    w[2] = dequantize_q8(piece.codes.z, piece.scale, piece.bias);
-    w[3] = dequantize_q8(piece.codes.w, piece.scale, piece.bias);
-  }
-}
-
-// A tile of `rows` rows, left in `shared` as [TILE_ROWS, TILE_OUTPUTS] with rows Y_STRIDE apart. Thread t brings row t / 2 of
-// both operands: `x` is where that row begins, if there is one, `w_row` which row of W it is. Called by all threads.
-template <ushort BITS> inline void multiply_tile(Matrix m, device const float* x, uint w_row, uint rows, uint simd, ushort lane, threadgroup float* shared) {
-  const uint thread_index = simd * LANES + lane;
-  const bool has_row = thread_index / 2 < rows;
-  const uint first = thread_index % 2 * (TILE_INPUTS / 2);
-  threadgroup const float* w_tile = shared + (TILE_ROWS + simd * 16) * X_STRIDE;
-  simdgroup_float8x8 sums[TILE_ROWS / 8][2];
-  UNROLL for (ushort r = 0; r < TILE_ROWS / 8; r++) {
-    UNROLL for (ushort c = 0; c < 2; c++) sums[r][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  }
-  Piece piece;
-  load_piece<BITS>(piece, m, x, has_row, w_row, first);
-  for (uint column = 0; column < m.inputs; column += TILE_INPUTS) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_piece<BITS>(piece, thread_index, shared);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (column + TILE_INPUTS < m.inputs) load_piece<BITS>(piece, m, x, has_row, w_row, column + TILE_INPUTS + first);
-    UNROLL for (ushort k = 0; k < TILE_INPUTS; k += 8) {
-      simdgroup_float8x8 w[2];
-      UNROLL for (ushort c = 0; c < 2; c++) simdgroup_load(w[c], w_tile + c * 8 * X_STRIDE + k, X_STRIDE, ulong2(0, 0), true);
-      UNROLL for (ushort r = 0; r < TILE_ROWS / 8; r++) {
-        if (r * 8 >= rows) continue;
-        simdgroup_float8x8 part;
-        simdgroup_load(part, shared + r * 8 * X_STRIDE + k, X_STRIDE);
-        UNROLL for (ushort c = 0; c < 2; c++) simdgroup_multiply_accumulate(sums[r][c], part, w[c], sums[r][c]);
-      }
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  UNROLL for (ushort r = 0; r < TILE_ROWS / 8; r++) {
-    if (r * 8 >= rows) continue;
-    UNROLL for (ushort c = 0; c < 2; c++) simdgroup_store(sums[r][c], shared + r * 8 * Y_STRIDE + simd * 16 + c * 8, Y_STRIDE);
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
 
 // The tile of all tokens' rows that a threadgroup of a plain grid makes.
 inline uint plain_rows(uint row_tile, uint tokens) { return min(tokens - row_tile * TILE_ROWS, TILE_ROWS); }
@@ -197,11 +105,11 @@ struct ExpertTile {
   uint unused;
 };
 
-// Row of W that a thread brings where 32 gate rows and their up rows share a tile: gate rows begin at `gate_row`, OUTPUTS / 2
-// before the up rows.
-inline uint gate_up_row(uint gate_row, uint tile, uint own) {
+// Row of W that a thread brings where 32 gate rows and their up rows share a tile: gate rows begin at `gate_row`, up rows
+// `up_after` rows behind them.
+inline uint gate_up_row(uint gate_row, uint up_after, uint tile, uint own) {
   const uint half_tile = TILE_OUTPUTS / 2;
-  return gate_row + tile * half_tile + own % half_tile + (own < half_tile ? 0 : OUTPUTS / 2);
+  return gate_row + tile * half_tile + own % half_tile + (own < half_tile ? 0 : up_after);
 }
 
 // silu(gate) * up of a finished tile, to rows `first`, ... of act [.., OUTPUTS / 2].
@@ -215,7 +123,7 @@ inline void store_swiglu(threadgroup const float* shared, uint tile, uint first,
 }
 
 // act = silu(gate x) * (up x) of the experts that were chosen, row by row of the list.
-// codes: [EXPERTS, gate and up, OUTPUTS / 2, INPUTS]; x: [tokens, INPUTS]; pairs: [tokens * EXPERTS_PER_TOKEN];
+// codes: [gate and up, EXPERTS, OUTPUTS / 2, INPUTS]; x: [tokens, INPUTS]; pairs: [tokens * EXPERTS_PER_TOKEN];
 // act: [tokens * EXPERTS_PER_TOKEN, OUTPUTS / 2]
 [[max_total_threads_per_threadgroup(128)]] kernel void gemm_q4_experts_swiglu(
     device const uint4* codes [[buffer(0)]], device const ushort* scales [[buffer(1)]],
@@ -229,7 +137,8 @@ inline void store_swiglu(threadgroup const float* shared, uint tile, uint first,
   const uint thread_index = simd * LANES + lane, own = thread_index / 2;
   const Matrix m = {codes, scales, biases, INPUTS};
   const uint token = pairs[tile.first + min(own, tile.rows - 1)] / EXPERTS_PER_TOKEN;
-  multiply_tile<4>(m, x + token * INPUTS, gate_up_row(tile.expert * OUTPUTS, group.x, own), tile.rows, simd, lane, shared);
+  const uint w_row = gate_up_row(tile.expert * (OUTPUTS / 2), EXPERTS * (OUTPUTS / 2), group.x, own);
+  multiply_tile<4>(m, x + token * INPUTS, w_row, tile.rows, simd, lane, shared);
   store_swiglu(shared, group.x, tile.first, tile.rows, act, thread_index);
 }
 
@@ -271,6 +180,6 @@ struct SharedSpan {
   const uint thread_index = simd * LANES + lane, own = thread_index / 2, first = group.y * TILE_ROWS;
   const uint rows = plain_rows(group.y, span.tokens);
   const Matrix m = {codes, scales, biases, INPUTS};
-  multiply_tile<4>(m, x + (first + own) * INPUTS, gate_up_row(span.gate_row, group.x, own), rows, simd, lane, shared);
+  multiply_tile<4>(m, x + (first + own) * INPUTS, gate_up_row(span.gate_row, OUTPUTS / 2, group.x, own), rows, simd, lane, shared);
   store_swiglu(shared, group.x, first, rows, act, thread_index);
 }

@@ -4,12 +4,11 @@ use lily_backend::Result;
 use lily_model::Shape;
 
 use super::route::{Lists, TILE_ROWS, most_tiles};
-use super::{Builder, Matrix, THREADS};
+use super::{Builder, Matrix, THREADS, tile};
 use crate::device::{Bound, Dispatch, KernelSpec, Pass, Pipeline, Slice};
 
-const FILE: (&str, &str) = ("gemm.metal", include_str!("gemm.metal"));
-/// Outputs of a threadgroup, as gemm.metal has it.
-const TILE_OUTPUTS: usize = 64;
+/// Outputs of a threadgroup, as common.metal has it.
+pub(super) const TILE_OUTPUTS: usize = 64;
 
 /// A kernel of gemm.metal for one matrix: its pipeline and how many threadgroups share a row.
 struct Tiled {
@@ -26,7 +25,7 @@ impl Tiled {
     ) -> Result<Tiled> {
         let constants = [("INPUTS", inputs), ("OUTPUTS", outputs), ("SPLIT", split)];
         Ok(Tiled {
-            pipeline: builder.pipeline(FILE, KernelSpec { kernel, constants: &constants, threads: THREADS })?,
+            pipeline: tile::pipeline(builder, &KernelSpec { kernel, constants: &constants, threads: THREADS })?,
             output_tiles: outputs.div_ceil(TILE_OUTPUTS),
         })
     }

@@ -1,6 +1,7 @@
 //! The kernels: each family's shader, with the wrapper that plans and encodes it beside it.
 //!
 //! Kernels of one token and kernels of many, `*_rows` and `gemm`, `route`, share what stands in `common`, `choice` and `heads`.
+//! Products of many tokens come in two forms, see `tile`.
 //! A wrapper is made once, at load: it knows its pipeline and its grid. Encoding checks nothing.
 
 pub(crate) mod attention;
@@ -15,13 +16,14 @@ pub(crate) mod route;
 pub(crate) mod rows;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tile;
 
 use std::fmt::Write;
 
-use lily_backend::Result;
+use lily_backend::{Error, Result};
 use lily_model::Shape;
 
-use crate::device::{Bound, Gpu, KernelSpec, Pipeline, Slice, Source};
+use crate::device::{Bound, Gpu, KernelSpec, Language, Pipeline, Slice, Source};
 use crate::state::KvDtype;
 
 /// Rows of the residual stream that one threadgroup finishes, as common.metal has it.
@@ -81,51 +83,76 @@ fn slices(inputs: usize) -> usize {
     inputs.div_ceil(SLICE_COLUMNS).next_power_of_two().min(SIMDS)
 }
 
+/// A file of kernels as it is compiled: its name, its language, and what it is made of behind `common.metal`, with names.
+struct File<'a> {
+    name: &'static str,
+    language: Language,
+    parts: &'a [(&'static str, &'static str)],
+}
+
 /// Makes pipelines for one shape.
 pub(crate) struct Builder<'a> {
     gpu: &'a mut dyn Gpu,
     prelude: String,
-    /// Where it is written down what becomes of each pipeline, if none is to be run: then a failed one does not stop the others.
-    survey: Option<Vec<KernelReport>>,
+    /// Whether no pipeline is to be run: then a failed one does not stop the others.
+    is_survey: bool,
+    reports: Vec<KernelReport>,
+    /// Whether products are made on tensor units; not asked yet before the first of them.
+    tensor_units: Option<bool>,
 }
 
-/// What became of one pipeline.
+/// What became of one pipeline, or of a way of doing things.
 #[derive(Clone, Debug)]
 pub struct KernelReport {
     /// The file and the kernel in it, with its function constants.
     pub name: String,
     /// Why the device does not take it, if it does not.
     pub error: Option<String>,
+    /// What runs in its place then, if anything does.
+    pub instead: Option<&'static str>,
 }
 
 impl<'a> Builder<'a> {
     pub(crate) fn new(gpu: &'a mut dyn Gpu, shape: &Shape, kv: KvDtype) -> Builder<'a> {
-        Builder { gpu, prelude: prelude(shape, kv), survey: None }
+        let prelude = prelude(shape, kv);
+        Builder { gpu, prelude, is_survey: false, reports: Vec::new(), tensor_units: None }
     }
 
     /// One that only writes down what becomes of pipelines.
     pub(crate) fn survey(gpu: &'a mut dyn Gpu, shape: &Shape, kv: KvDtype) -> Builder<'a> {
-        Builder { survey: Some(Vec::new()), ..Builder::new(gpu, shape, kv) }
+        Builder { is_survey: true, ..Builder::new(gpu, shape, kv) }
     }
 
     /// What became of the pipelines.
     pub(crate) fn reports(self) -> Vec<KernelReport> {
-        self.survey.unwrap_or_default()
+        self.reports
     }
 
     /// A kernel of the file `name`.
-    fn pipeline(&mut self, (name, text): (&'static str, &str), spec: KernelSpec<'_>) -> Result<Pipeline> {
-        let common = include_str!("common.metal");
-        let Builder { gpu, prelude, survey } = self;
-        let text = format!("{prelude}#line 1 \"common.metal\"\n{common}#line 1 \"{name}\"\n{text}");
-        let made = gpu.pipeline(&Source { name, text }, &spec);
-        let Some(reports) = survey else { return made };
+    fn pipeline(&mut self, (name, text): (&'static str, &'static str), spec: KernelSpec<'_>) -> Result<Pipeline> {
+        self.pipeline_of(&File { name, language: Language::Metal3_2, parts: &[(name, text)] }, spec)
+    }
+
+    /// The same of a file that is more than one text.
+    fn pipeline_of(&mut self, file: &File<'_>, spec: KernelSpec<'_>) -> Result<Pipeline> {
+        let made = self.compile(file, &spec);
+        self.report(file, &spec, made.as_ref().err(), None);
+        if self.is_survey { Ok(made.unwrap_or(Pipeline(u32::MAX))) } else { made }
+    }
+
+    fn compile(&mut self, file: &File<'_>, spec: &KernelSpec<'_>) -> Result<Pipeline> {
+        let mut text = self.prelude.clone();
+        for (name, part) in std::iter::once(&("common.metal", include_str!("common.metal"))).chain(file.parts) {
+            // Writing to a String cannot fail.
+            let _ = write!(text, "#line 1 \"{name}\"\n{part}");
+        }
+        self.gpu.pipeline(&Source { name: file.name, language: file.language, text }, spec)
+    }
+
+    fn report(&mut self, file: &File<'_>, spec: &KernelSpec<'_>, error: Option<&Error>, instead: Option<&'static str>) {
         let constants: Vec<String> = spec.constants.iter().map(|(name, value)| format!("{name}={value}")).collect();
-        reports.push(KernelReport {
-            name: format!("{name} {} {}", spec.kernel, constants.join(" ")).trim_end().to_owned(),
-            error: made.as_ref().err().map(ToString::to_string),
-        });
-        Ok(made.unwrap_or(Pipeline(u32::MAX)))
+        let name = format!("{} {} {}", file.name, spec.kernel, constants.join(" ")).trim_end().to_owned();
+        self.reports.push(KernelReport { name, error: error.map(ToString::to_string), instead });
     }
 }
 

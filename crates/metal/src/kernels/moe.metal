@@ -43,7 +43,7 @@ constant uint GROUP_PAIRS = SIMDS / SLICES * PAIRS;
 }
 
 // act = silu(gate x) * (up x) for the chosen experts and the shared one, x = rms_norm(h).
-// codes: 4 bits, [EXPERTS, gate and up, EXPERT_WIDTH, HIDDEN], then the shared expert's [gate and up, SHARED_WIDTH, HIDDEN]
+// codes: 4 bits, [gate and up, EXPERTS, EXPERT_WIDTH, HIDDEN], then the shared expert's [gate and up, SHARED_WIDTH, HIDDEN]
 // x: [HIDDEN]; squares: [STREAM_GROUPS]; logits: [EXPERTS + 1]
 // act: [EXPERTS_PER_TOKEN, EXPERT_WIDTH], then [SHARED_WIDTH] f32; chosen: [EXPERTS_PER_TOKEN] u32;
 // weights: [EXPERTS_PER_TOKEN + 1] f32, the shared expert's last
@@ -73,8 +73,8 @@ constant uint GROUP_PAIRS = SIMDS / SLICES * PAIRS;
   }
 
   const Matrix m = {codes, scales, biases, HIDDEN};
-  const uint width = routed ? EXPERT_WIDTH : SHARED_WIDTH;
-  const uint gate_row = routed ? expert * 2 * EXPERT_WIDTH : EXPERTS * 2 * EXPERT_WIDTH;
+  const uint gate_row = routed ? expert * EXPERT_WIDTH : 2 * EXPERTS * EXPERT_WIDTH;
+  const uint up_after = routed ? EXPERTS * EXPERT_WIDTH : SHARED_WIDTH;
   const uint first_pair = (routed ? group % expert_groups : group - routed_groups) * GROUP_PAIRS;
   const uint row = gate_row + first_pair + simd / SLICES * PAIRS;
   float sums[2 * PAIRS] = {};
@@ -85,7 +85,7 @@ constant uint GROUP_PAIRS = SIMDS / SLICES * PAIRS;
     load_inputs_q4(in, x, column, 1.0f);
     UNROLL for (ushort r = 0; r < PAIRS; r++) {
       sums[r] += row_q4(m, row + r, column, in);
-      sums[PAIRS + r] += row_q4(m, row + width + r, column, in);
+      sums[PAIRS + r] += row_q4(m, row + up_after + r, column, in);
     }
   }
   const float sum = sum_each<2 * PAIRS>(sums, lane);

@@ -35,7 +35,7 @@ pub(crate) struct Moe {
 pub(crate) struct Experts {
     /// `[experts + 1, hidden]`, 8 bits: the router, then the gate of the shared expert.
     pub(crate) router: Matrix,
-    /// Gate and up of each expert in turn, `[expert width, hidden]` each, then those of the shared expert.
+    /// Gates of all experts, `[expert width, hidden]` each, then their ups, then gate and up of the shared expert.
     pub(crate) gate_up: Matrix,
     /// `[experts, hidden, expert width]`.
     pub(crate) down: Matrix,

@@ -1,7 +1,6 @@
 // Rows of the residual stream of many tokens, each with the norm that comes next. A threadgroup has one row, a thread four of its
 // columns, then four 512 further. stream, normed: [tokens, HIDDEN]; gain: [HIDDEN] of the next norm; f32
 
-constant uint GROUP_THREADS = SIMDS * LANES;
 constant uint STEP = 4 * GROUP_THREADS;
 
 inline float squares_of(float4 v) { return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w); }

@@ -16,7 +16,8 @@ use super::moe::{Experts, Moe, Routed};
 use super::{Builder, Matrix, Stream, attention, delta, embed, stream_groups};
 use crate::device::{Gpu, Pass, Slice, float_bytes, read_words};
 use crate::emulated::Emulated;
-use crate::plan::{Arena, experts, whole};
+use crate::load::Mapped;
+use crate::plan::{Arena, experts};
 use crate::state::KvDtype;
 
 /// Seeds of the orders of work.
@@ -71,7 +72,7 @@ impl Bench {
 
     fn matrix(&mut self, matrix: &QuantMatrix) -> Matrix {
         let mut arena = Arena::new(&mut self.gpu, matrix.total_bytes(), "a matrix").expect("memory");
-        arena.stack(&mut self.gpu, &[whole(matrix)]).expect("placed")
+        arena.stack(&mut self.gpu, &Mapped::default(), &[matrix]).expect("placed")
     }
 
     /// A stream whose normed form is `x` times `scale`.
@@ -118,8 +119,16 @@ impl Bench {
 
 /// Runs a case in every order; what it returns has to be the same to the bit.
 fn in_every_order(case: impl Fn(&mut Bench) -> Result<Vec<f32>>) -> Vec<f32> {
-    let run =
-        |order| case(&mut Bench { gpu: Emulated::new(order), pass: Pass::default() }).expect("a case without error");
+    in_every_order_on(Emulated::new, case)
+}
+
+/// The same without and with tensor units.
+fn in_both_forms(case: impl Fn(&mut Bench) -> Result<Vec<f32>>) -> [Vec<f32>; 2] {
+    [in_every_order_on(Emulated::new, &case), in_every_order_on(Emulated::with_tensor_units, &case)]
+}
+
+fn in_every_order_on(gpu: fn(u32) -> Emulated, case: impl Fn(&mut Bench) -> Result<Vec<f32>>) -> Vec<f32> {
+    let run = |order| case(&mut Bench { gpu: gpu(order), pass: Pass::default() }).expect("a case without error");
     let [first, others @ ..] = ORDERS.map(run);
     for other in others {
         assert!(first.iter().map(|x| x.to_bits()).eq(other.iter().map(|x| x.to_bits())), "orders differ");
@@ -322,7 +331,7 @@ fn placed_experts(bench: &mut Bench, weights: &MoeWeights) -> Result<Experts> {
     let all = weights.experts.gate.total_bytes() * 3 + weights.shared.gate.total_bytes() * 3;
     let routers = weights.router.total_bytes() + weights.shared_gate.total_bytes();
     let mut arena = Arena::new(&mut bench.gpu, all + routers, "experts")?;
-    experts(&mut bench.gpu, &mut arena, weights)
+    experts(&mut bench.gpu, &Mapped::default(), &mut arena, weights)
 }
 
 fn routed_room(bench: &mut Bench, shape: &Shape) -> Routed {

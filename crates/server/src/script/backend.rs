@@ -13,7 +13,7 @@ use lily_backend::{
 };
 use lily_engine::TextModel;
 
-use super::past::{Past, Rest};
+use super::past::Past;
 use super::{Script, ScriptError, Tokens};
 
 /// A backend that replays a [`Script`].
@@ -137,7 +137,7 @@ impl ScriptBackend {
                     state.awaits_mask = Some(ticket);
                     RowResult::Waiting { params, rest, error }
                 } else {
-                    let (result, id) = sample(&params, &rest, error, script.stop, caps.vocab, None);
+                    let (result, id) = sample(&params, &rest, error, script, None);
                     // A step that reads the sample of a failed one is accepted, as on a device.
                     state.sampled = Some(id);
                     result
@@ -158,10 +158,7 @@ struct Next {
 fn next(past: &mut Past, script: &Tokens) -> Next {
     let stop = script.stop;
     match past.line(script) {
-        Some(line) => {
-            let rest: Rest<'_> = past.rest(line, script);
-            Next { rest: rest.tokens().collect(), error: rest.error.map(str::to_owned), stop }
-        }
+        Some(line) => Next { rest: past.rest(line, script), error: line.line.error.clone(), stop },
         None => Next {
             rest: Vec::new(),
             error: Some(
@@ -192,17 +189,24 @@ fn sample(
     params: &SamplingParams,
     rest: &[u32],
     error: Option<String>,
-    stop: u32,
-    vocab: usize,
+    script: &Tokens,
     mask: Option<&[u32]>,
 ) -> (RowResult, u32) {
+    let (stop, vocab) = (script.stop, script.text.tokenizer.vocab_size());
     let is_biased = |id: u32| params.logit_bias.iter().any(|(other, bias)| *other == id && *bias <= FORBIDDING);
     let in_mask =
         |id: u32| mask.is_none_or(|mask| mask.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1));
     let is_allowed = |id: &u32| *id < params.vocab_limit && in_mask(*id) && !is_biased(*id);
     let compelled = params.logit_bias.iter().filter(|(_, bias)| *bias >= -FORBIDDING).map(|(id, _)| *id);
     let said = rest.first().copied().unwrap_or(stop);
-    let chosen = match compelled.chain(rest.iter().copied()).find(is_allowed) {
+    let next = || match mask {
+        Some(_) if !is_allowed(&said) => {
+            let allowed = (0..vocab as u32).filter(is_allowed);
+            first_allowed(rest, allowed, script)
+        }
+        _ => rest.iter().copied().find(is_allowed),
+    };
+    let chosen = match compelled.clone().find(is_allowed).or_else(next) {
         Some(id) => id,
         None if error.is_some() => return (RowResult::Failed(Error::Device(error.unwrap_or_default())), stop),
         None => match Some(stop).filter(is_allowed).or_else(|| (0..vocab as u32).find(is_allowed)) {
@@ -216,6 +220,21 @@ fn sample(
         LogProbs { chosen: logprob(chosen, said, vocab), top: top.map(|id| (id, logprob(id, said, vocab))).collect() }
     });
     (RowResult::Done(RowOutput::Token(SampledToken { id: chosen, logprobs })), chosen)
+}
+
+/// The longest of the allowed tokens with which the text of `rest` goes on, at the first place where there is one.
+fn first_allowed(rest: &[u32], allowed: impl Iterator<Item = u32>, script: &Tokens) -> Option<u32> {
+    let mut by_byte: Vec<Vec<u32>> = vec![Vec::new(); 256];
+    for id in allowed {
+        if let Some(first) = script.bytes_of(id).first() {
+            by_byte[usize::from(*first)].push(id);
+        }
+    }
+    let text: Vec<u8> = rest.iter().flat_map(|id| script.bytes_of(*id)).copied().collect();
+    (0..text.len()).find_map(|at| {
+        let fitting = by_byte[usize::from(text[at])].iter().filter(|id| text[at..].starts_with(script.bytes_of(**id)));
+        fitting.max_by_key(|id| script.bytes_of(**id).len()).copied()
+    })
 }
 
 /// How exports begin.
@@ -360,7 +379,7 @@ impl Backend for ScriptBackend {
         let Some(RowResult::Waiting { params, rest, error }) = flight.rows.get_mut(row) else {
             return Err(Error::BadStep(format!("row {row} does not wait for a mask")));
         };
-        let (result, id) = sample(params, rest, error.take(), self.script.stop, self.caps.vocab, Some(mask));
+        let (result, id) = sample(params, rest, error.take(), &self.script, Some(mask));
         flight.rows[row] = match result {
             RowResult::Failed(Error::EmptyMask(_)) => RowResult::Failed(Error::EmptyMask(row)),
             result => result,

@@ -24,7 +24,7 @@ macro_rules! hold {
         #[test]
         fn $law() {
             let load = || -> Box<dyn Backend> { Box::new(load("{\"output\": \"Once upon a time there was a fox.\"}")) };
-            laws::$law(&Subject { load: &load, budget: 0.0 });
+            laws::$law(&Subject { load: &load, budget: 0.0, experts_per_token: 1 });
         }
     )+};
 }

@@ -24,8 +24,9 @@
 //! What is said depends on the prompt alone, as a real model's greedy answer does: not on what was cached, nor on other
 //! requests. The answer goes on from where the prompt leaves off: where the prompt opens a think block and the line has
 //! none, the block is closed at once; where the prompt closes it, the line's is skipped. Sampling settings change nothing.
-//! A token that a constraint or a bias of -100 forbids is skipped, one with a bias of 100 comes; where none of the rest is allowed the answer ends, and if
-//! it must not end either, the lowest allowed token comes. A prompt without turns goes on with the first line without
+//! Under a constraint it says what of the line is allowed and skips the rest; a token with a bias of -100 is skipped, one
+//! with a bias of 100 comes. Where nothing of the line is left the answer ends; if it must not end, the lowest allowed token
+//! comes. A prompt without turns goes on with the first line without
 //! `when`.
 
 mod backend;
@@ -187,6 +188,23 @@ impl Tokens {
 }
 
 impl Tokens {
+    fn bytes_of(&self, id: u32) -> &[u8] {
+        self.text.tokenizer.token_bytes(id).unwrap_or_default()
+    }
+
+    /// Bytes in tokens, each the longest that fits.
+    fn spell(&self, mut bytes: &[u8]) -> Vec<u32> {
+        let mut ids = Vec::new();
+        while !bytes.is_empty() {
+            let longest = (1..=bytes.len()).rev().find_map(|n| Some((n, self.text.tokenizer.token_id(&bytes[..n])?)));
+            // Each byte has a token, or the tokenizer would not have been read.
+            let Some((length, id)) = longest else { break };
+            ids.push(id);
+            bytes = &bytes[length..];
+        }
+        ids
+    }
+
     /// Bytes of all tokens.
     fn bytes(&self) -> usize {
         let tokens = |line: &LineTokens| line.raw.len() + line.thinking.len() + line.gap.len() + line.content.len();

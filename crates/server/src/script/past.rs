@@ -12,20 +12,13 @@ pub(super) struct Past {
     line: Option<Option<usize>>,
 }
 
-/// What the script has left to say.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Rest<'a> {
-    /// Tokens, the next first.
-    pub parts: [&'a [u32]; 2],
-    /// What the device fails with behind them.
-    pub error: Option<&'a str>,
-}
-
-impl Rest<'_> {
-    /// The tokens in order.
-    pub fn tokens(&self) -> impl Iterator<Item = u32> + '_ {
-        self.parts.iter().flat_map(|part| part.iter().copied())
-    }
+/// What the script has left to say: the end of a token that was said in part, and tokens.
+#[derive(Clone, Copy, Debug, Default)]
+struct Rest<'a> {
+    tokens: &'a [u32],
+    /// Bytes of the first token that were said already.
+    said_bytes: usize,
+    then: &'a [u32],
 }
 
 impl Past {
@@ -81,34 +74,44 @@ impl Past {
         script.text.tokenizer.decode(&self.ids[start..end], true)
     }
 
-    /// What is left to say of `line`.
-    pub fn rest<'a>(&self, line: &'a LineTokens, script: &Tokens) -> Rest<'a> {
-        let parts = match self.headers.last() {
+    /// The tokens that are left to say of `line`.
+    pub fn rest(&self, line: &LineTokens, script: &Tokens) -> Vec<u32> {
+        let rest = match self.headers.last() {
             Some(start) => rest_of_turn(&self.ids[*start..], line, script),
-            None => [rest_of_text(&self.ids, &line.raw), &[]],
+            None => Rest { tokens: rest_of_text(&self.ids, &line.raw), ..Rest::default() },
         };
-        Rest { parts, error: line.line.error.as_deref() }
+        let mut ids = Vec::with_capacity(rest.tokens.len() + rest.then.len());
+        let mut tokens = rest.tokens;
+        if rest.said_bytes > 0
+            && let Some((first, others)) = tokens.split_first()
+        {
+            ids.extend(script.spell(&script.bytes_of(*first)[rest.said_bytes..]));
+            tokens = others;
+        }
+        ids.extend(tokens.iter().chain(rest.then));
+        ids
     }
 }
 
 /// `turn`: the tokens behind the header.
-fn rest_of_turn<'a>(turn: &[u32], line: &'a LineTokens, script: &Tokens) -> [&'a [u32]; 2] {
+fn rest_of_turn<'a>(turn: &[u32], line: &'a LineTokens, script: &Tokens) -> Rest<'a> {
     let breaks = |ids: &[u32]| ids.iter().take_while(|id| is_line_break(**id, script)).count();
     if let Some(closed) = turn.iter().position(|id| Some(*id) == script.think_end) {
         let said = &turn[closed + 1..];
         let breaks = breaks(said);
         if breaks == said.len() {
-            return [line.gap.get(breaks..).unwrap_or_default(), &line.content];
+            let tokens = line.gap.get(breaks..).unwrap_or_default();
+            return Rest { tokens, then: &line.content, ..Rest::default() };
         }
-        return [behind(&said[breaks..], &line.content), &[]];
+        return behind(&said[breaks..], &line.content, script);
     }
     match turn.split_first() {
         Some((first, said)) if Some(*first) == script.think => {
             // The prompt's line break; those that the line begins with are its own.
             let said = &said[breaks(said).min(1)..];
-            [behind(said, &line.thinking), if line.ends_open(script) { &[] } else { &line.gap }]
+            Rest { then: if line.ends_open(script) { &[] } else { &line.gap }, ..behind(said, &line.thinking, script) }
         }
-        _ => [behind(turn, &line.raw), &[]],
+        _ => behind(turn, &line.raw, script),
     }
 }
 
@@ -123,16 +126,39 @@ fn is_line_break(id: u32, script: &Tokens) -> bool {
     script.text.tokenizer.token_bytes(id).is_some_and(|bytes| bytes.iter().all(|byte| *byte == b'\n'))
 }
 
-/// What of `script` is behind `said`. Without a constraint that is its next tokens; with one, `said` may lack some of them,
-/// and have others.
-fn behind<'a>(said: &[u32], script: &'a [u32]) -> &'a [u32] {
-    let mut rest = script;
+/// What of `line` is behind `said`. Without a constraint that is its next tokens. With one, `said` may have only the texts
+/// of the line that were allowed, in tokens of its own, and others between them.
+fn behind<'a>(said: &[u32], line: &'a [u32], script: &Tokens) -> Rest<'a> {
+    let mut rest = Rest { tokens: line, ..Rest::default() };
     for id in said {
-        if let Some(at) = rest.iter().position(|other| other == id) {
-            rest = &rest[at + 1..];
+        match rest.tokens.split_first() {
+            Some((first, others)) if first == id && rest.said_bytes == 0 => rest.tokens = others,
+            _ => rest.skip_to(script.bytes_of(*id), script),
         }
     }
     rest
+}
+
+impl Rest<'_> {
+    /// Goes behind the next place where the text is `piece`, if there is one.
+    fn skip_to(&mut self, piece: &[u8], script: &Tokens) {
+        if piece.is_empty() {
+            return;
+        }
+        let text: Vec<u8> = self.tokens.iter().flat_map(|id| script.bytes_of(*id)).copied().collect();
+        let start = self.said_bytes.min(text.len());
+        let Some(at) = text[start..].windows(piece.len()).position(|window| window == piece) else { return };
+        let mut end = start + at + piece.len();
+        while let Some((first, others)) = self.tokens.split_first() {
+            let bytes = script.bytes_of(*first).len();
+            if end < bytes {
+                break;
+            }
+            end -= bytes;
+            self.tokens = others;
+        }
+        self.said_bytes = end;
+    }
 }
 
 /// What of `script` is behind the longest beginning of it that `text` ends with.

@@ -6,3 +6,4 @@ mod completions;
 mod http;
 mod laws;
 mod responses;
+mod whole;

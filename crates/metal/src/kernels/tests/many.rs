@@ -17,7 +17,7 @@ fn products_of_many_rows_are_those_of_the_reference() {
         let (tokens, outputs) = (case.tokens, matrix.outputs);
         let x = g.values(tokens * case.inputs, 1.0);
         let expected = ops::linear(&x, &matrix);
-        let y = in_every_order(|bench| {
+        let both = in_both_forms(|bench| {
             let builder = &mut bench.builder(&SHAPE, KvDtype::F32);
             let kernel = match case.bits {
                 Bits::Four => Gemm::plan(builder, outputs, case.inputs)?,
@@ -28,7 +28,7 @@ fn products_of_many_rows_are_those_of_the_reference() {
             bench.run();
             Ok(bench.read(y))
         });
-        assert_close(&y, &expected, F32_SUMS, &format!("{case:?}"));
+        both.iter().for_each(|y| assert_close(y, &expected, F32_SUMS, &format!("{case:?}")));
     }
 }
 
@@ -41,7 +41,7 @@ fn products_are_cut_in_two_or_added_to_what_is_there() {
     let matrix = g.matrix(Bits::Four, 1, outputs, inputs);
     let (x, stream) = (g.values(tokens * inputs, 1.0), g.values(tokens * outputs, 1.0));
     let expected = ops::linear(&x, &matrix);
-    let both = in_every_order(|bench| {
+    let halves = in_both_forms(|bench| {
         let kernel = SplitGemm::plan(&mut bench.builder(&SHAPE, KvDtype::F32), outputs, inputs, split)?;
         let (weights, x) = (bench.matrix(&matrix), bench.floats(&x));
         let parts = [split, outputs - split].map(|width| bench.room(4 * tokens * width));
@@ -51,16 +51,54 @@ fn products_are_cut_in_two_or_added_to_what_is_there() {
         let rows = first.chunks_exact(split).zip(second.chunks_exact(outputs - split));
         Ok(rows.flat_map(|(first, second)| [first, second].concat()).collect())
     });
-    assert_close(&both, &expected, F32_SUMS, "two outputs");
+    halves.iter().for_each(|both| assert_close(both, &expected, F32_SUMS, "two outputs"));
     let sums: Vec<f32> = stream.iter().zip(&expected).map(|(h, y)| h + y).collect();
-    let added = in_every_order(|bench| {
+    let added = in_both_forms(|bench| {
         let kernel = Gemm::plan_residual(&mut bench.builder(&SHAPE, KvDtype::F32), outputs, inputs)?;
         let (weights, x, y) = (bench.matrix(&matrix), bench.floats(&x), bench.floats(&stream));
         kernel.encode(&mut bench.pass, &weights, x, y, tokens);
         bench.run();
         Ok(bench.read(y))
     });
-    assert_close(&added, &sums, F32_SUMS, "added");
+    added.iter().for_each(|added| assert_close(added, &sums, F32_SUMS, "added"));
+}
+
+/// What is not as it should be on tensor units is done without, with the same bits, and written down.
+#[test]
+#[ignore = "needs clang-19; .ci/run installs it and runs them"]
+fn products_fall_back_from_tensor_units_and_say_so() {
+    const FILE: &str = "gemm.metal for tensor units";
+    let (tokens, outputs, inputs) = (9, 70, 128);
+    let mut g = Generator::new(3);
+    let (matrix, x) = (g.matrix(Bits::Four, 1, outputs, inputs), g.values(tokens * inputs, 1.0));
+    let product = |gpu: Emulated| {
+        let mut bench = Bench { gpu, pass: Pass::default() };
+        let mut builder = bench.builder(&SHAPE, KvDtype::F32);
+        let kernel = Gemm::plan(&mut builder, outputs, inputs).expect("a kernel in one form");
+        let (products, reports) = (builder.products(), builder.reports());
+        let (weights, x, y) = (bench.matrix(&matrix), bench.floats(&x), bench.room(4 * tokens * outputs));
+        kernel.encode(&mut bench.pass, &weights, x, y, tokens);
+        bench.run();
+        let missed = reports.into_iter().filter_map(|r| Some((r.name, r.error?, r.instead?)));
+        (bench.read(y), products, missed.collect::<Vec<_>>())
+    };
+    let without = product(Emulated::new(0));
+    let whole = "products on tensor units".to_owned();
+    let instead = "matrices of the simdgroup";
+    assert_eq!(without.1, None);
+    assert_eq!(without.2, [(whole.clone(), "an emulator without tensor units".into(), instead)]);
+    let with = product(Emulated::with_tensor_units(0));
+    assert_eq!((with.1.as_deref(), with.2.len()), (Some("tensor units"), 0));
+    assert_ne!(with.0, without.0, "the forms round differently");
+
+    let refused = product(Emulated::with_tensor_units(0).refusing(FILE));
+    assert_eq!((refused.0, refused.1.as_deref()), (without.0.clone(), Some("tensor units not used")));
+    assert!(refused.2.len() == 1 && refused.2[0].1.contains("does not take"), "{:?}", refused.2);
+    // A device that keeps fewer bits than these products rest on.
+    let inexact = Emulated::with_tensor_units(0).misreading("half4(low)", "half4(rint(low * 0.125f) * 8.0f)");
+    let inexact = product(inexact);
+    assert_eq!((inexact.0, inexact.1.as_deref()), (without.0, Some("tensor units not used")));
+    assert!(inexact.2.len() == 1 && inexact.2[0].1.contains("are not exact"), "{:?}", inexact.2);
 }
 
 #[test]
@@ -184,7 +222,7 @@ fn experts_of_many_tokens_are_chosen_and_computed_as_in_the_reference() {
         let expected: Vec<f32> = residual.iter().zip(added).map(|(h, y)| h + y).collect();
         let normed = expected.chunks_exact(hidden).flat_map(|row| ops::rms_norm(row, &gain, shape.rms_eps));
         let normed: Vec<f32> = normed.collect();
-        in_every_order(|bench| {
+        in_both_forms(|bench| {
             let builder = &mut bench.builder(&shape, KvDtype::F32);
             let (router, route) = (Gemm::plan_q8(builder, experts + 1, hidden)?, Route::plan(builder, &shape)?);
             let (gemms, sums) = (ExpertGemms::plan(builder, &shape)?, Rows::plan(builder, &shape)?);

@@ -137,8 +137,14 @@ pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request) -> Res
     let heading = Heading::new(&app, "chatcmpl-", style.style.model.clone());
     let log = ("chat.completions", heading.id.clone());
     let is_streamed = style.style.stream;
-    respond(&app, request.of_session(session), is_streamed, ChatSurface { heading, style, logprobs: Vec::new() }, log)
-        .await
+    respond(
+        &app,
+        request.of_session(session),
+        is_streamed,
+        ChatSurface { heading, style, logprobs: Vec::new(), is_read: false },
+        log,
+    )
+    .await
 }
 
 /// The form of one answer.
@@ -147,6 +153,8 @@ struct ChatSurface {
     style: ChatStyle,
     /// Of tokens whose text is still to come.
     logprobs: Vec<Value>,
+    /// Whether the whole prompt is read.
+    is_read: bool,
 }
 
 impl ChatSurface {
@@ -233,7 +241,8 @@ impl Surface for ChatSurface {
         match event {
             TurnEvent::Started { .. } => out.data(&self.delta(json!({"role": "assistant", "content": null}))),
             TurnEvent::Progress { done, total } => {
-                if self.style.return_progress {
+                if self.style.return_progress && !self.is_read {
+                    self.is_read = done >= total;
                     let mut chunk = self.delta(json!({}));
                     chunk["prompt_progress"] = json!({"processed": done, "total": total});
                     out.data(&chunk);
