@@ -120,7 +120,7 @@ impl Forward<'_> {
         let (pass, k, s, w, sizes) = (&{ self.pass }, self.kernels, self.scratch, self.weights, &self.kernels.sizes);
         let normed = Normed { x: FixedRows::at(s.fixed, tokens, sizes.hidden), squares: s.row_squares };
         let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
-        k.embed(pass, (s.run, tokens), s.ids, &w.embedding, s.h)?;
+        k.embed(pass, (s.run, tokens), s.ids, &w.embedding, (s.h, Pointer::NULL))?;
         self.record_embedding(tokens)?;
         let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
         for (index, layer) in w.layers.iter().enumerate() {

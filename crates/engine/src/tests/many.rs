@@ -318,13 +318,14 @@ fn damaged_and_unfinished_files_are_never_used() {
     };
     let [name] = &file()[..] else { panic!("one file") };
     let whole = std::fs::read(name).unwrap();
-    let damages: [&dyn Fn(&mut Vec<u8>); 6] = [
-        &|bytes| bytes.truncate(10),
-        &|bytes| bytes.truncate(1000),
-        &|bytes| bytes.truncate(bytes.len() - 1),
-        &|bytes| bytes[3] ^= 1,
-        &|bytes| bytes[16] ^= 1,
-        &|bytes| bytes[100] ^= 1,
+    type Damage = fn(&mut Vec<u8>);
+    let damages: [Damage; 6] = [
+        |bytes| bytes.truncate(10),
+        |bytes| bytes.truncate(1000),
+        |bytes| bytes.truncate(bytes.len() - 1),
+        |bytes| bytes[3] ^= 1,
+        |bytes| bytes[16] ^= 1,
+        |bytes| bytes[100] ^= 1,
     ];
     for damage in damages {
         let mut bytes = whole.clone();
