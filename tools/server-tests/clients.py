@@ -153,12 +153,14 @@ def both(c):
         assert "response.reasoning_text.delta" in kinds and "response.output_item.done" in kinds, kinds
 
     def json_schema():
+        # The demo model would end its answer within these thoughts.
+        budget = {"thinking_budget": 300}
         for thinking in (True, False):
             answer = c.chat(
                 "Anna is a baker. Write her as an object.",
                 response_format=FORMAT,
                 max_tokens=400,
-                extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
+                extra_body={"chat_template_kwargs": {"enable_thinking": thinking}, **budget},
             )
             reasoning, content, _, reason = parts_of(answer)
             person = json.loads(content)
@@ -169,6 +171,7 @@ def both(c):
             input="Anna is a baker. Write her as an object.",
             text={"format": {"type": "json_schema", "name": "person", "schema": PERSON}},
             temperature=0,
+            extra_body=budget,
         )
         assert json.loads(answer.output_text).keys() == {"name", "age"}, answer.output_text
 
