@@ -30,6 +30,8 @@ pub struct Grammars {
     text: Arc<TextModel>,
     factory: ParserFactory,
     think_end: Vec<u32>,
+    /// The mask that leaves every token but those that end the answer.
+    not_the_end: Vec<u32>,
 }
 
 /// What the answer behind the think block has to be.
@@ -53,6 +55,10 @@ impl Grammars {
             .collect();
         let stops: Vec<u32> = text.stop_tokens.iter().copied().filter(|id| *id < count).collect();
         let first = *stops.first().ok_or("the checkpoint has no stop token")?;
+        let mut not_the_end = vec![u32::MAX; words.len().div_ceil(32)];
+        for id in &stops {
+            not_the_end[*id as usize / 32] &= !(1 << (id % 32));
+        }
         let trie = TokTrie::from(&TokRxInfo::new(count, first), &words).with_eos_tokens(&stops);
         let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
         let capabilities = InferenceCapabilities::default();
@@ -60,7 +66,7 @@ impl Grammars {
             ParserFactory::new(&env, capabilities, &SlicedBiasComputer::general_slices()).map_err(words_of)?;
         factory.quiet();
         let think_end = tokenizer.encode_stock(THINK_END).map_err(|e| e.to_string())?;
-        Ok(Grammars { factory, think_end, text })
+        Ok(Grammars { factory, think_end, not_the_end, text })
     }
 
     /// JSON of a schema.
@@ -101,7 +107,7 @@ impl Grammars {
     }
 
     /// The constraint of one answer: at most `max_thinking` tokens in the think block that the prompt left open (`in_thinking`), and
-    /// behind it what `grammar` says. `None` if nothing limits it.
+    /// behind it what `grammar` says: then the answer cannot end in the think block. `None` if nothing limits it.
     pub fn constraint(
         &self,
         in_thinking: bool,
@@ -117,9 +123,9 @@ impl Grammars {
             (true, Some(0)) => Place::Closing(self.think_end.iter().copied().collect()),
             (true, left) => Place::Thinking { left, tail: Vec::new() },
         };
-        let think_end = self.think_end.clone();
+        let (think_end, not_the_end) = (self.think_end.clone(), self.not_the_end.clone());
         let grammar = grammar.map(|grammar| grammar.0);
-        Some(Box::new(Guide { text: Arc::clone(&self.text), think_end, grammar, place }))
+        Some(Box::new(Guide { text: Arc::clone(&self.text), think_end, not_the_end, grammar, place }))
     }
 }
 
@@ -209,6 +215,7 @@ fn value_rule(name: &str, schema: &Value, parameters: &Value) -> String {
 struct Guide {
     text: Arc<TextModel>,
     think_end: Vec<u32>,
+    not_the_end: Vec<u32>,
     grammar: Option<Matcher>,
     place: Place,
 }
@@ -225,9 +232,9 @@ enum Place {
 impl Constraint for Guide {
     fn is_active(&self) -> bool {
         match &self.place {
-            Place::Thinking { .. } => false,
             Place::Closing(_) => true,
-            Place::Answer => self.grammar.is_some(),
+            // An answer that ended in its think block would not be what was asked for.
+            Place::Thinking { .. } | Place::Answer => self.grammar.is_some(),
         }
     }
 
@@ -239,6 +246,7 @@ impl Constraint for Guide {
                 mask[id as usize / 32] = 1 << (id % 32);
                 Ok(mask)
             }
+            (Place::Thinking { .. }, Some(_)) => Ok(self.not_the_end.clone()),
             (Place::Answer, Some(grammar)) => Ok(grammar.compute_mask_or_eos().map_err(words_of)?.as_slice().to_vec()),
             _ => Err("no mask is needed here".into()),
         }
@@ -392,6 +400,7 @@ mod tests {
         assert!(takes(None, "Well { [.\n</think>\n\n{}"));
         assert!(takes(None, "</think>{}"));
         assert!(!takes(None, "Well.\n</think>\n\nNo."));
+        assert!(!takes(None, "Well."));
         // At the end of the budget it has to close the block.
         assert!(takes(Some(4), "Well\n</think>\n\n{}"));
         assert!(!takes(Some(4), "Well, that is long\n</think>\n\n{}"));
