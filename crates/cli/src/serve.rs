@@ -105,7 +105,7 @@ pub fn serve(args: &ServeArgs) -> anyhow::Result<()> {
     if let Some(folder) = &args.trace_dir {
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
-    let (checkpoint, backends, model) = load(args)?;
+    let Model { checkpoint, backends, name } = load(args)?;
     let text = Arc::new(TextModel::load(&checkpoint.source, &checkpoint.config)?);
     let caps = backends[0].caps().clone();
     let memory = options(args, backends[0].as_ref(), &checkpoint, 0)?.sessions.memory;
@@ -116,7 +116,7 @@ pub fn serve(args: &ServeArgs) -> anyhow::Result<()> {
     });
     let engines: Vec<Engine> = engines.collect::<anyhow::Result<_>>()?;
     let settings = ServiceSettings {
-        model: args.name.clone().unwrap_or(model),
+        model: args.name.clone().unwrap_or(name),
         turn_limit: args.timeout.map(Duration::from_secs),
         trace_dir: args.trace_dir.clone(),
         ..ServiceSettings::default()
@@ -137,8 +137,15 @@ pub fn serve(args: &ServeArgs) -> anyhow::Result<()> {
     })
 }
 
-/// The checkpoint, a backend for each replica, and the name of the model.
-fn load(args: &ServeArgs) -> anyhow::Result<(Arc<Checkpoint>, Vec<Box<dyn Backend>>, String)> {
+/// What is served.
+struct Model {
+    checkpoint: Arc<Checkpoint>,
+    /// One for each replica.
+    backends: Vec<Box<dyn Backend>>,
+    name: String,
+}
+
+fn load(args: &ServeArgs) -> anyhow::Result<Model> {
     let count = args.replicas.get();
     if let Some(file) = &args.script {
         let checkpoint = Arc::new(checkpoint::demo()?);
@@ -151,12 +158,12 @@ fn load(args: &ServeArgs) -> anyhow::Result<(Arc<Checkpoint>, Vec<Box<dyn Backen
             Ok(Box::new(ScriptBackend::new(script.clone(), Arc::clone(&text), caps).map_err(wrong)?))
         };
         let backends = std::iter::repeat_with(backend).take(count).collect::<anyhow::Result<_>>()?;
-        return Ok((checkpoint, backends, "script".into()));
+        return Ok(Model { checkpoint, backends, name: "script".into() });
     }
     let checkpoint = Arc::new(checkpoint::open(args.model.model.as_deref())?);
     let backends = devices::load_replicas(&args.model, &checkpoint, count)?;
     let name = checkpoint::name(&checkpoint);
-    Ok((checkpoint, backends, name))
+    Ok(Model { checkpoint, backends, name })
 }
 
 fn options(
