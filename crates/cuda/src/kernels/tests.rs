@@ -28,7 +28,7 @@ struct Bench {
 
 impl Bench {
     fn new() -> Bench {
-        let device = Device::open().expect("a GPU");
+        let device = Device::open(0).expect("a GPU");
         let cubin = compile::cubin(&Shape::DEMO, device.arch).expect("kernels");
         let kernels = Kernels::load(&device, &Shape::DEMO, &cubin).expect("loaded");
         Bench { kernels, device }
