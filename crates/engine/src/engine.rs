@@ -534,9 +534,12 @@ impl Engine {
     /// More of a prompt is in its state: keeps a snapshot if later prompts may come back here.
     fn chunk_landed(&mut self, index: usize) {
         let every = self.options.snapshot_every.next_multiple_of(self.chunk());
+        let in_use = self.in_use();
         let Running { job, session, .. } = &mut self.running[index];
         let (done, total) = (session.position(), job.prompt.ids.len());
-        if job.prompt.branches.contains(&done) || done % every == 0 {
+        if (job.prompt.branches.contains(&done) || done % every == 0)
+            && self.sessions.has_room_for_snapshot(self.backend.as_mut(), in_use)
+        {
             session.keep_snapshot(self.backend.as_mut());
         }
         self.events.push((job.id, Ok(Event::PromptProgress { done, total })));

@@ -165,6 +165,20 @@ impl Sessions {
         }
     }
 
+    /// Whether there is memory for a snapshot more of a session in use; parked sessions leave for it.
+    pub(crate) fn has_room_for_snapshot(&mut self, backend: &mut dyn Backend, in_use: (usize, usize)) -> bool {
+        loop {
+            let caps = backend.caps();
+            let bytes = in_use.1 + self.cache.bytes(caps) + caps.bytes_per_state;
+            if self.options.memory.is_none_or(|most| bytes <= most) {
+                return true;
+            }
+            if !self.evict(backend, None) {
+                return false;
+            }
+        }
+    }
+
     /// Writes the parked sessions to the disk, as far as there is one, and frees them.
     pub(crate) fn clear(&mut self, backend: &mut dyn Backend) {
         while self.evict(backend, None) {}

@@ -171,6 +171,12 @@ impl Scripted {
         self
     }
 
+    /// Says that a state takes so many bytes beside its tokens.
+    pub(crate) fn with_state_bytes(mut self, bytes: usize) -> Scripted {
+        self.caps.bytes_per_state = bytes;
+        self
+    }
+
     pub(crate) fn failing_at(mut self, ticket: u64) -> Scripted {
         self.fail_at = Some(ticket);
         self

@@ -219,6 +219,19 @@ fn sessions_leave_when_others_need_their_memory() {
 }
 
 #[test]
+fn snapshots_count_for_the_memory() {
+    // A state takes 1000 for its tokens and 100 beside them, a snapshot 100.
+    for (memory, snapshots) in [(1099, 0), (1199, 0), (1200, 1), (1399, 2), (5000, 4)] {
+        let sessions = SessionOptions { memory: Some(memory), ..options().sessions };
+        let backend = hashing().with_memory(9000).with_state_bytes(100);
+        let mut engine = engine(backend, EngineOptions { sessions, ..options() });
+        let asked = Prompt { branches: vec![10, 20, 30, 40], ..prompt(&words(1, 50)) };
+        run(&mut engine, &asked, at_most(5));
+        assert_eq!(engine.memory().snapshots, snapshots, "{memory}");
+    }
+}
+
+#[test]
 fn a_device_error_fails_the_requests_of_its_step_and_no_others() {
     let mut engine = engine(hashing().failing_at(6), EngineOptions { running: 2, ..options() });
     for text in ["one", "two", "six"] {
