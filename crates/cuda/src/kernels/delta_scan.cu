@@ -228,23 +228,22 @@ KERNEL(32, 16) few_delta_norm(const float* o, const float* projected, const floa
     const int row = blockIdx.x / blocks, block = blockIdx.x % blocks, k = lane_start(block, lane);
     launch_dependents();
     wait_for_inputs();
-    float v[16] = {};
+    float v[8] = {};
     if (k < VALUE_WIDTH) {
-        float z[16], w[16];
-        load16(v, o + row * VALUE_WIDTH + k);
-        load16(z, projected + row * PROJ_DELTA + PROJ_Z + k);
-        load16(w, norm + k % DELTA_HEAD);
+        float z[8], w[8];
+        load_lane(v, o + row * VALUE_WIDTH + k);
+        load_lane(z, projected + row * PROJ_DELTA + PROJ_Z + k);
+        load_lane(w, norm + k % DELTA_HEAD);
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 16; i++) sum += v[i] * v[i];
-        // Lanes 4 apart have the same inputs, those 8 apart the other half of the head; whole halves of warps are here.
+        for (int i = 0; i < 8; i++) sum += v[i] * v[i];
+        // Half a warp has a head; whole halves are here.
         const u32 mask = 0xffffu << (lane & 16);
-        sum += __shfl_xor_sync(mask, sum, 1);
-        sum += __shfl_xor_sync(mask, sum, 2);
-        sum += __shfl_xor_sync(mask, sum, 8);
+#pragma unroll
+        for (int d = 1; d < 16; d *= 2) sum += __shfl_xor_sync(mask, sum, d);
         const float scale = inverse_root(sum / DELTA_HEAD + RMS_EPS);
 #pragma unroll
-        for (int i = 0; i < 16; i++) v[i] *= scale * w[i] * silu(z[i]);
+        for (int i = 0; i < 8; i++) v[i] *= scale * w[i] * silu(z[i]);
     }
     __syncwarp();
     store_lane(out, row, block, fix_lane(v, lane), lane);
