@@ -80,7 +80,7 @@ pub fn align(args: &AlignArgs) -> Result<()> {
     writeln!(io::stdout(), "{}", to.display()).context("stdout")
 }
 
-/// The aligned checkpoint, if it is where [`align`] puts it by itself: it has its name only once it is complete.
+/// The aligned checkpoint, if it is where [`align()`] puts it by itself: it has its name only once it is complete.
 pub fn aligned_model() -> Option<PathBuf> {
     default_aligned_dir().ok().filter(|dir| dir.is_dir())
 }

@@ -46,7 +46,7 @@ pub struct ServeArgs {
     /// Key that requests must carry, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
     #[arg(long, value_name = "KEY", env = "LILY_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
-    /// Web pages from here may call the server, like https://example.org, or *; may be given several times. Default: pages of this
+    /// Web pages from here may call the server, like `https://example.org`, or `*`; may be given several times. Default: pages of this
     /// machine.
     #[arg(long, value_name = "ORIGIN")]
     cors: Vec<String>,
