@@ -12,7 +12,7 @@ use lily_backend::{Backend, Caps, Input, MemoryReport, Output, Row, RowOutput, S
 
 use crate::error::{EngineError, Result};
 use crate::generation::{Event, FinishReason, Generation};
-use crate::job::Job;
+use crate::job::{Happened, Job};
 use crate::request::{GenerateRequest, MAX_LOGPROBS, RequestId};
 use crate::session::Session;
 use crate::sessions::{CacheCounts, Found, SessionOptions, Sessions};
@@ -103,7 +103,7 @@ pub struct Engine {
     running: Vec<Running>,
     sessions: Sessions,
     in_flight: VecDeque<Flight>,
-    events: Vec<(RequestId, Result<Event>)>,
+    events: Vec<Happened>,
     accepted: u64,
 }
 
@@ -300,16 +300,12 @@ impl Engine {
     }
 
     fn end_cancelled(&mut self) {
-        let mut events = Vec::new();
         for job in self.waiting.iter_mut().chain(self.running.iter_mut().map(|running| &mut running.job)) {
             if job.cancel.is_cancelled() && !job.is_over() {
-                let mut own = Vec::new();
-                job.finish(FinishReason::Cancelled, &mut own);
-                events.extend(own.into_iter().map(|event| (job.id, Ok(event))));
+                self.events.extend(job.finish(FinishReason::Cancelled));
             }
         }
         self.waiting.retain(|job| !job.is_over());
-        self.events.extend(events);
     }
 
     /// Number and bytes of the sessions in use.
@@ -405,10 +401,7 @@ impl Engine {
         match self.sessions.grow(self.backend.as_mut(), &mut running.session, needed, longest, in_use) {
             Ok(true) => return true,
             Ok(false) => {
-                let mut events = Vec::new();
-                running.job.finish(FinishReason::ContextFull, &mut events);
-                let id = running.job.id;
-                self.events.extend(events.into_iter().map(|event| (id, Ok(event))));
+                self.events.extend(running.job.finish(FinishReason::ContextFull));
             }
             Err(error) => {
                 let id = running.job.id;
@@ -518,14 +511,7 @@ impl Engine {
                 continue;
             }
             match token {
-                Some(token) => {
-                    let mut events = Vec::new();
-                    let taken = job.take(token, &self.text, &mut events);
-                    self.events.extend(events.into_iter().map(|event| (id, Ok(event))));
-                    if let Err(error) = taken {
-                        self.end_with(id, error);
-                    }
-                }
+                Some(token) => self.events.extend(job.take(token, &self.text)),
                 None => self.chunk_landed(index),
             }
         }

@@ -12,6 +12,9 @@ use crate::generation::{Event, FinishReason, Finished};
 use crate::request::{CancelToken, GenerateRequest, RequestId};
 use crate::text::{Prompt, TextModel};
 
+/// What happened to which request.
+pub(crate) type Happened = (RequestId, Result<Event>);
+
 pub(crate) struct Job {
     pub(crate) id: RequestId,
     pub(crate) prompt: Prompt,
@@ -88,46 +91,50 @@ impl Job {
         self.asked += 1;
     }
 
-    /// Takes the oldest token that was sampled and not taken.
-    pub(crate) fn take(&mut self, token: SampledToken, text: &TextModel, events: &mut Vec<Event>) -> Result<()> {
+    /// Takes the oldest token that was sampled and not taken. The job is over behind an error.
+    pub(crate) fn take(&mut self, token: SampledToken, text: &TextModel) -> Vec<Happened> {
+        let mut happened = Vec::new();
         if self.first_token.is_none() {
             self.first_token = Some(Instant::now());
             let total = self.prompt.ids.len();
-            events.push(Event::PromptProgress { done: total, total });
+            happened.push((self.id, Ok(Event::PromptProgress { done: total, total })));
         }
         self.seen += 1;
         let id = token.id;
         if text.stop_tokens.contains(&id) && !self.ignore_stop_tokens {
-            self.finish(FinishReason::StopToken(id), events);
-            return Ok(());
+            happened.extend(self.finish(FinishReason::StopToken(id)));
+            return happened;
         }
-        if let Some(constraint) = &mut self.constraint {
-            constraint.advance(id).map_err(EngineError::Constraint)?;
+        if let Some(Err(reason)) = self.constraint.as_mut().map(|constraint| constraint.advance(id)) {
+            self.over = true;
+            happened.push((self.id, Err(EngineError::Constraint(reason))));
+            return happened;
         }
         let stop = self.answer.push(token);
-        self.give_tokens(events);
+        happened.extend(self.tokens());
         if let Some(stop) = stop {
-            self.finish(FinishReason::StopString(stop), events);
+            happened.extend(self.finish(FinishReason::StopString(stop)));
         } else if self.seen == self.limit {
             let by_request = self.max_tokens.is_some_and(|most| most == self.limit);
-            self.finish(if by_request { FinishReason::Length } else { FinishReason::ContextFull }, events);
+            happened.extend(self.finish(if by_request { FinishReason::Length } else { FinishReason::ContextFull }));
         }
-        Ok(())
+        happened
     }
 
-    fn give_tokens(&mut self, events: &mut Vec<Event>) {
-        events.extend(std::iter::from_fn(|| self.answer.pop()).map(Event::Token));
+    /// The tokens that have become certain.
+    fn tokens(&mut self) -> impl Iterator<Item = Happened> {
+        std::iter::from_fn(|| self.answer.pop().map(|token| (self.id, Ok(Event::Token(token)))))
     }
 
     /// Ends the answer.
-    pub(crate) fn finish(&mut self, reason: FinishReason, events: &mut Vec<Event>) {
+    pub(crate) fn finish(&mut self, reason: FinishReason) -> Vec<Happened> {
         self.over = true;
         let end = Instant::now();
         // After a stop string the answer is cut already; else its last bytes may complete one.
         let stop = if let FinishReason::StopString(_) = reason { None } else { self.answer.finish() };
-        self.give_tokens(events);
+        let mut happened: Vec<Happened> = self.tokens().collect();
         let first_token = self.first_token.unwrap_or(end);
-        events.push(Event::Finished(Finished {
+        let finished = Finished {
             reason: stop.map_or(reason, FinishReason::StopString),
             prompt_tokens: self.prompt.ids.len(),
             cached_tokens: self.cached_tokens,
@@ -135,7 +142,9 @@ impl Job {
             prefill: first_token - self.started,
             decode: end - first_token,
             seed: self.params.seed,
-        }));
+        };
+        happened.push((self.id, Ok(Event::Finished(finished))));
+        happened
     }
 
     /// Ends it without an answer.

@@ -2,7 +2,7 @@
 
 use lily_backend::{Backend, Caps, Error as BackendError, StateId};
 
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::prefix_cache::{Hit, PrefixCache};
 use crate::session::Session;
 use crate::store::{Store, StoreOptions};
@@ -55,8 +55,6 @@ pub struct CacheCounts {
     pub hits: u64,
     /// Prompts that found none.
     pub misses: u64,
-    /// Tokens of prompts that were not computed again.
-    pub reused_tokens: u64,
     /// Sessions that had to leave the memory.
     pub evictions: u64,
     /// Sessions that came back from the disk.
@@ -68,7 +66,6 @@ impl CacheCounts {
         CacheCounts {
             hits: self.hits + other.hits,
             misses: self.misses + other.misses,
-            reused_tokens: self.reused_tokens + other.reused_tokens,
             evictions: self.evictions + other.evictions,
             loads: self.loads + other.loads,
         }
@@ -111,25 +108,18 @@ impl Sessions {
         let capacity = self.capacity(backend.caps(), prompt.len(), longest);
         let hit = self.cache.find(prompt);
         let reusable = hit.map_or(0, |hit| hit.reusable);
-        let found = match self.load(backend, prompt, capacity, in_use, reusable)? {
-            Some(found) => Some(found),
-            None => match hit {
-                Some(hit) => self.reuse(backend, hit, capacity, in_use)?,
-                None => None,
-            },
-        };
-        let (session, cached) = match found {
-            Some(found) => found,
-            None => match self.create(backend, capacity, in_use, None)? {
-                Some(session) => (session, 0),
-                None => return Ok(Found::Later),
-            },
-        };
+        let mut found = self.load(backend, prompt, capacity, in_use, reusable)?;
+        if let (None, Some(hit)) = (&found, hit) {
+            found = self.reuse(backend, hit, capacity, in_use)?;
+        }
+        if found.is_none() {
+            found = self.create(backend, capacity, in_use)?.map(|session| (session, 0));
+        }
+        let Some((session, cached)) = found else { return Ok(Found::Later) };
         match cached {
             0 => self.counts.misses += 1,
             _ => self.counts.hits += 1,
         }
-        self.counts.reused_tokens += cached as u64;
         Ok(Found::Session(session, cached))
     }
 
@@ -149,34 +139,19 @@ impl Sessions {
     ) -> Result<bool> {
         let capacity = self.capacity(backend.caps(), needed, longest);
         // Until the old state is freed there are two.
-        if !self.make_room(backend, capacity, in_use, None) {
+        if !self.make_room_for_session(backend, capacity, in_use, None) {
             return Ok(false);
         }
-        loop {
-            match session.grow(backend, capacity) {
-                Ok(()) => return Ok(true),
-                Err(error) if is_out_of_memory(&error) => {
-                    if !self.evict(backend, None) {
-                        return Ok(false);
-                    }
-                }
-                Err(error) => return Err(error),
-            }
+        match self.try_evicting(backend, |backend| session.grow(backend, capacity)) {
+            Err(error) if is_out_of_memory(&error) => Ok(false),
+            result => result.map(|()| true),
         }
     }
 
     /// Whether there is memory for a snapshot more of a session in use; parked sessions leave for it.
     pub(crate) fn has_room_for_snapshot(&mut self, backend: &mut dyn Backend, in_use: (usize, usize)) -> bool {
-        loop {
-            let caps = backend.caps();
-            let bytes = in_use.1 + self.cache.bytes(caps) + caps.bytes_per_state;
-            if self.options.memory.is_none_or(|most| bytes <= most) {
-                return true;
-            }
-            if !self.evict(backend, None) {
-                return false;
-            }
-        }
+        let bytes = backend.caps().bytes_per_state;
+        self.make_room(backend, (0, bytes), in_use, None)
     }
 
     /// Writes the parked sessions to the disk, as far as there is one, and frees them.
@@ -197,7 +172,7 @@ impl Sessions {
         capacity: usize,
         in_use: (usize, usize),
     ) -> Result<Option<(Session, usize)>> {
-        if hit.lost >= CUT_WITHOUT_COPY && self.make_room(backend, capacity, in_use, Some(hit.state)) {
+        if hit.lost >= CUT_WITHOUT_COPY && self.make_room_for_session(backend, capacity, in_use, Some(hit.state)) {
             let copy = self.cache.get(hit.state).map(|session| session.fork(backend, capacity, hit.reusable));
             match copy {
                 Some(Ok(copy)) => {
@@ -234,7 +209,7 @@ impl Sessions {
         let found = self.store.as_ref().and_then(|store| store.find(prompt));
         let Some(tokens) = found.filter(|tokens| tokens.len() >= reusable + WORTH_READING) else { return Ok(None) };
         let tokens = tokens.to_vec();
-        let Some(session) = self.create(backend, capacity, in_use, None)? else { return Ok(None) };
+        let Some(session) = self.create(backend, capacity, in_use)? else { return Ok(None) };
         let loaded = self.store.as_mut().is_some_and(|store| store.load(&tokens, backend, session.state()));
         if !loaded {
             session.free(backend);
@@ -250,37 +225,54 @@ impl Sessions {
         backend: &mut dyn Backend,
         capacity: usize,
         in_use: (usize, usize),
-        spared: Option<StateId>,
     ) -> Result<Option<Session>> {
-        if !self.make_room(backend, capacity, in_use, spared) && in_use.0 > 0 {
+        let others = in_use.0 > 0;
+        if !self.make_room_for_session(backend, capacity, in_use, None) && others {
             return Ok(None);
         }
+        match self.try_evicting(backend, |backend| Session::new(backend, capacity)) {
+            Err(error) if others && is_out_of_memory(&error) => Ok(None),
+            result => result.map(Some),
+        }
+    }
+
+    /// Tries again for as long as the device has too little memory and a parked session can leave.
+    fn try_evicting<T>(
+        &mut self,
+        backend: &mut dyn Backend,
+        mut attempt: impl FnMut(&mut dyn Backend) -> Result<T>,
+    ) -> Result<T> {
         loop {
-            match Session::new(backend, capacity) {
-                Ok(session) => return Ok(Some(session)),
-                Err(error) if is_out_of_memory(&error) => {
-                    if !self.evict(backend, spared) {
-                        return if in_use.0 > 0 { Ok(None) } else { Err(error) };
-                    }
-                }
-                Err(error) => return Err(error),
+            match attempt(backend) {
+                Err(error) if is_out_of_memory(&error) && self.evict(backend, None) => {}
+                result => return result,
             }
         }
     }
 
-    /// Lets sessions leave until one more of this capacity is within the limits.
-    fn make_room(
+    fn make_room_for_session(
         &mut self,
         backend: &mut dyn Backend,
         capacity: usize,
         in_use: (usize, usize),
         spared: Option<StateId>,
     ) -> bool {
+        let bytes = Session::bytes_of(backend.caps(), capacity);
+        self.make_room(backend, (1, bytes), in_use, spared)
+    }
+
+    /// Lets sessions leave until `needed`, sessions and bytes, is within the limits.
+    fn make_room(
+        &mut self,
+        backend: &mut dyn Backend,
+        needed: (usize, usize),
+        in_use: (usize, usize),
+        spared: Option<StateId>,
+    ) -> bool {
         loop {
-            let caps = backend.caps();
-            let bytes = in_use.1 + self.cache.bytes(caps) + Session::bytes_of(caps, capacity);
-            let fits = self.options.memory.is_none_or(|most| bytes <= most);
-            if fits && in_use.0 + self.cache.len() < self.options.most {
+            let sessions = needed.0 + in_use.0 + self.cache.len();
+            let bytes = needed.1 + in_use.1 + self.cache.bytes(backend.caps());
+            if sessions <= self.options.most && self.options.memory.is_none_or(|most| bytes <= most) {
                 return true;
             }
             if !self.evict(backend, spared) {
@@ -301,6 +293,6 @@ impl Sessions {
     }
 }
 
-fn is_out_of_memory(error: &crate::error::EngineError) -> bool {
-    matches!(error, crate::error::EngineError::Backend(error) if matches!(**error, BackendError::OutOfMemory { .. }))
+fn is_out_of_memory(error: &EngineError) -> bool {
+    matches!(error, EngineError::Backend(error) if matches!(**error, BackendError::OutOfMemory { .. }))
 }

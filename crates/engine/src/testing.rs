@@ -131,6 +131,7 @@ impl Scripted {
             overlaps: true,
             bytes_per_token: 0,
             bytes_per_state: 0,
+            own_memory: false,
             vocab: VOCAB,
         };
         Scripted {
