@@ -50,8 +50,8 @@ pub(crate) fn prepare(shared: &Shared, turn: TurnRequest) -> Result<Prepared, Tu
     };
     let in_thinking = prompt.in_thinking && tools.is_some();
     let mut sampling = turn.sampling.clone();
-    let has_tools = tools.as_ref().and_then(Value::as_array).is_some_and(|tools| !tools.is_empty());
-    if has_tools && turn.tool_choice == ToolChoice::None {
+    let offered = tools.as_ref().filter(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty()));
+    if offered.is_some() && turn.tool_choice == ToolChoice::None {
         let call = text.tokenizer.token_id(b"<tool_call>");
         sampling.logit_bias.get_or_insert_default().extend(call.map(|id| (id, NEVER)));
     }
@@ -60,7 +60,7 @@ pub(crate) fn prepare(shared: &Shared, turn: TurnRequest) -> Result<Prepared, Tu
         stop: turn.stop.clone(),
         max_tokens: turn.max_tokens,
         logprobs: turn.logprobs,
-        constraint: constraint(shared, &turn, in_thinking, tools.as_ref())?,
+        constraint: constraint(shared, &turn, in_thinking, offered)?,
         ..GenerateRequest::default()
     };
     let heard = if turn.tool_choice == ToolChoice::None { Value::Null } else { tools.clone().unwrap_or(Value::Null) };
@@ -82,7 +82,6 @@ fn constraint(
     in_thinking: bool,
     tools: Option<&Value>,
 ) -> Result<Option<Box<dyn lily_engine::Constraint>>, TurnError> {
-    let tools = tools.filter(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty()));
     let several = turn.parallel_tool_calls;
     let wrong = |field: &str| {
         let field = field.to_owned();
@@ -93,21 +92,22 @@ fn constraint(
         Format::JsonObject => Some(json!({"type": "object"})),
         Format::JsonSchema(schema) => Some(schema.clone()),
     };
-    let grammar = match (&turn.tool_choice, schema) {
-        (ToolChoice::Required, _) => {
-            Some(shared.grammars()?.calls(tools.unwrap_or(&Value::Null), None, several).map_err(wrong("tool_choice"))?)
+    let forced = match &turn.tool_choice {
+        ToolChoice::Required => Some(None),
+        ToolChoice::Function(name) => Some(Some(name.as_str())),
+        ToolChoice::Auto | ToolChoice::None => None,
+    };
+    let grammar = match (forced, schema, tools) {
+        (Some(only), _, tools) => {
+            let calls = shared.grammars()?.calls(tools.unwrap_or(&Value::Null), only, several);
+            Some(calls.map_err(wrong("tool_choice"))?)
         }
-        (ToolChoice::Function(name), _) => {
-            let tools = tools.unwrap_or(&Value::Null);
-            Some(shared.grammars()?.calls(tools, Some(name), several).map_err(wrong("tool_choice"))?)
+        (None, Some(schema), Some(tools)) if turn.tool_choice == ToolChoice::Auto => {
+            let either = shared.grammars()?.json_or_calls(&schema, tools, several);
+            Some(either.map_err(wrong("response_format"))?)
         }
-        (ToolChoice::Auto, Some(schema)) if tools.is_some() => {
-            let tools = tools.unwrap_or(&Value::Null);
-            let grammar = shared.grammars()?.json_or_calls(&schema, tools, several);
-            Some(grammar.map_err(wrong("response_format"))?)
-        }
-        (_, Some(schema)) => Some(shared.grammars()?.json(&schema).map_err(wrong("response_format"))?),
-        (_, None) => None,
+        (None, Some(schema), _) => Some(shared.grammars()?.json(&schema).map_err(wrong("response_format"))?),
+        (None, None, _) => None,
     };
     if grammar.is_none() && turn.max_thinking_tokens.is_none() {
         return Ok(None);
@@ -131,48 +131,22 @@ pub(crate) async fn answer(
     if listener.send(Ok(started)).await.is_err() {
         return cancel.cancel();
     }
-    loop {
+    'turn: while !reading.over {
         let limit = tokio::time::Instant::now() + settings.stall_limit;
         let limit = deadline.map_or(limit, |deadline| deadline.min(limit));
         let event = tokio::select! {
-            // A client that went away is noticed at once, and events that are there are taken first of all.
+            // Events that are there are taken first of all; a client that went away is noticed at once.
             biased;
-            event = events.recv() => event,
+            event = events.recv() => event.map_or(Err(TurnError::ShuttingDown), |event| event.map_err(TurnError::from)),
             () = listener.closed() => break,
             () = tokio::time::sleep_until(limit) => {
-                let error = TurnError::TimedOut(timed_out(settings.turn_limit.filter(|_| deadline == Some(limit))));
-                reading.fail(&error);
-                let _ = listener.send(Err(error)).await;
-                break;
+                Err(TurnError::TimedOut(timed_out(settings.turn_limit.filter(|_| deadline == Some(limit)))))
             }
         };
-        let over = match event {
-            None => {
-                let error = TurnError::ShuttingDown;
-                reading.fail(&error);
-                let _ = listener.send(Err(error)).await;
-                true
+        for event in reading.read(event) {
+            if listener.send(event).await.is_err() {
+                break 'turn;
             }
-            Some(Err(error)) => {
-                let error = TurnError::from(error);
-                reading.fail(&error);
-                let _ = listener.send(Err(error)).await;
-                true
-            }
-            Some(Ok(event)) => {
-                let mut over = false;
-                for event in reading.read(event) {
-                    over |= matches!(event, TurnEvent::Finished(_));
-                    if listener.send(Ok(event)).await.is_err() {
-                        over = true;
-                        break;
-                    }
-                }
-                over
-            }
-        };
-        if over {
-            break;
         }
     }
     cancel.cancel();
@@ -231,12 +205,17 @@ impl<'a> Reading<'a> {
         }
     }
 
-    fn read(&mut self, event: Event) -> Vec<TurnEvent> {
-        match event {
-            Event::PromptProgress { done, total } => vec![TurnEvent::Progress { done, total }],
-            Event::Token(token) => self.token(token),
-            Event::Finished(end) => self.finish(end),
-        }
+    fn read(&mut self, event: Result<Event, TurnError>) -> Vec<Result<TurnEvent, TurnError>> {
+        let events = match event {
+            Ok(Event::PromptProgress { done, total }) => vec![TurnEvent::Progress { done, total }],
+            Ok(Event::Token(token)) => self.token(token),
+            Ok(Event::Finished(end)) => self.finish(end),
+            Err(error) => {
+                self.fail(&error);
+                return vec![Err(error)];
+            }
+        };
+        events.into_iter().map(Ok).collect()
     }
 
     fn token(&mut self, token: Token) -> Vec<TurnEvent> {

@@ -10,12 +10,13 @@ use axum::http::{Request, StatusCode};
 use axum::response::Response;
 use http_body_util::BodyExt;
 use lily_engine::TextModel;
+use lily_model::chat::Chat;
 use lily_model::{Config, Source};
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tower::ServiceExt;
 
-use crate::turn::{TokenLogProb, TokenText, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest, Usage};
+use crate::turn::{Input, TokenLogProb, TokenText, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest, Usage};
 use crate::turns::{ModelInfo, Readiness, Starting, TurnStream, Turns};
 use crate::{Settings, router};
 
@@ -263,4 +264,30 @@ pub(crate) fn logprob(text: &str, in_content: bool) -> TurnEvent {
         top: vec![(token(text), -0.5), (token("other"), f32::NEG_INFINITY)],
         in_content,
     })
+}
+
+/// `body` with these members in place of its own.
+pub(crate) fn merged(mut body: Value, extra: &Value) -> Value {
+    for (name, value) in extra.as_object().unwrap() {
+        body[name] = value.clone();
+    }
+    body
+}
+
+/// What turns are asked for by a request.
+pub(crate) async fn asked(path: &str, body: Value) -> TurnRequest {
+    let server = server(hello());
+    server.ok(path, body).await;
+    server.turns.last()
+}
+
+/// Why a request is refused.
+pub(crate) async fn refusal(path: &str, body: Value) -> String {
+    server(hello()).refusal(path, body).await
+}
+
+/// The conversation of a request.
+pub(crate) fn chat(request: TurnRequest) -> Chat {
+    let Input::Chat(chat) = request.input else { panic!("no chat") };
+    chat
 }

@@ -1,35 +1,24 @@
 //! `/v1/messages`.
 
 use axum::http::StatusCode;
-use lily_model::chat::Chat;
 use serde_json::{Value, json};
 
-use crate::testing::{events, hello, play, rich, server};
-use crate::turn::{Format, Input, ToolChoice, TurnReason, TurnRequest};
+use crate::testing::{self, chat, events, hello, merged, play, rich, server};
+use crate::turn::{Format, ToolChoice, TurnReason, TurnRequest};
 
 const PATH: &str = "/v1/messages";
 
 fn with(extra: Value) -> Value {
-    let mut body = json!({"model": "claude", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]});
-    for (name, value) in extra.as_object().unwrap() {
-        body[name] = value.clone();
-    }
-    body
+    let body = json!({"model": "claude", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]});
+    merged(body, &extra)
 }
 
 async fn asked(extra: Value) -> TurnRequest {
-    let server = server(hello());
-    server.ok(PATH, with(extra)).await;
-    server.turns.last()
-}
-
-fn chat(request: TurnRequest) -> Chat {
-    let Input::Chat(chat) = request.input else { panic!("no chat") };
-    chat
+    testing::asked(PATH, with(extra)).await
 }
 
 async fn refusal(extra: Value) -> String {
-    server(hello()).refusal(PATH, with(extra)).await
+    testing::refusal(PATH, with(extra)).await
 }
 
 #[tokio::test]

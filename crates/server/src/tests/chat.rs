@@ -2,20 +2,16 @@
 
 use axum::http::StatusCode;
 use lily_engine::Sampling;
-use lily_model::chat::Chat;
 use serde_json::{Value, json};
 
-use crate::testing::{events, finished, hello, logprob, play, rich, server, started};
-use crate::turn::{Format, Input, ToolChoice, TurnEvent, TurnReason, TurnRequest};
+use crate::testing::{self, chat, events, finished, hello, logprob, merged, play, rich, server, started};
+use crate::turn::{Format, ToolChoice, TurnEvent, TurnReason, TurnRequest};
 
 const PATH: &str = "/v1/chat/completions";
 
 fn with(extra: Value) -> Value {
-    let mut body = json!({"model": "any", "messages": [{"role": "user", "content": "Hi"}]});
-    for (name, value) in extra.as_object().unwrap() {
-        body[name] = value.clone();
-    }
-    body
+    let body = json!({"model": "any", "messages": [{"role": "user", "content": "Hi"}]});
+    merged(body, &extra)
 }
 
 fn tool(name: &str) -> Value {
@@ -24,18 +20,11 @@ fn tool(name: &str) -> Value {
 
 /// What the turns are asked for.
 async fn asked(extra: Value) -> TurnRequest {
-    let server = server(hello());
-    server.ok(PATH, with(extra)).await;
-    server.turns.last()
-}
-
-fn chat(request: TurnRequest) -> Chat {
-    let Input::Chat(chat) = request.input else { panic!("no chat") };
-    chat
+    testing::asked(PATH, with(extra)).await
 }
 
 async fn refusal(extra: Value) -> String {
-    server(hello()).refusal(PATH, with(extra)).await
+    testing::refusal(PATH, with(extra)).await
 }
 
 #[tokio::test]

@@ -3,20 +3,13 @@
 use lily_model::chat::Chat;
 use serde_json::{Value, json};
 
-use crate::testing::{events, finished, hello, logprob, play, rich, server, started};
-use crate::turn::{Format, Input, ToolChoice, TurnEvent, TurnReason, TurnRequest};
+use crate::testing::{self, chat, events, finished, hello, logprob, play, rich, server, started};
+use crate::turn::{Format, ToolChoice, TurnEvent, TurnReason, TurnRequest};
 
 const PATH: &str = "/v1/responses";
 
 async fn asked(body: Value) -> TurnRequest {
-    let server = server(hello());
-    server.ok(PATH, body).await;
-    server.turns.last()
-}
-
-fn chat(request: TurnRequest) -> Chat {
-    let Input::Chat(chat) = request.input else { panic!("no chat") };
-    chat
+    testing::asked(PATH, body).await
 }
 
 async fn messages(input: Value) -> Value {
@@ -24,7 +17,7 @@ async fn messages(input: Value) -> Value {
 }
 
 async fn refusal(body: Value) -> String {
-    server(hello()).refusal(PATH, body).await
+    testing::refusal(PATH, body).await
 }
 
 /// Ids replaced by their prefixes and a count, so that sequences can be compared.

@@ -7,7 +7,7 @@ use axum::response::Response;
 use lily_model::chat::{Chat, normalize_messages};
 use serde_json::{Map, Value, json};
 
-use super::usage::{finish_reason, timings, usage};
+use super::usage::finish_reason;
 use super::{Style, logprobs};
 use crate::App;
 use crate::answer::{Answer, Call};
@@ -147,6 +147,9 @@ pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request) -> Res
     .await
 }
 
+/// What parts of a streamed answer are called.
+const CHUNK: &str = "chat.completion.chunk";
+
 /// The form of one answer.
 struct ChatSurface {
     heading: Heading,
@@ -159,12 +162,7 @@ struct ChatSurface {
 
 impl ChatSurface {
     fn chunk(&self, choices: Value) -> Value {
-        let Heading { id, created, model } = &self.heading;
-        let mut chunk = json!({"id": id, "object": "chat.completion.chunk", "created": created, "model": model, "choices": choices});
-        if self.style.style.include_usage {
-            chunk["usage"] = Value::Null;
-        }
-        chunk
+        self.style.style.chunk(&self.heading, CHUNK, choices)
     }
 
     fn delta(&self, delta: Value) -> Value {
@@ -183,22 +181,12 @@ impl ChatSurface {
         let logprobs = if self.logprobs.is_empty() { Value::Null } else { self.take_logprobs() };
         let reason = finish_reason(&end.reason);
         let choice = json!({"index": 0, "delta": {}, "logprobs": logprobs, "finish_reason": reason});
-        let mut last = self.chunk(json!([choice]));
-        last["timings"] = timings(end);
-        last["seed"] = end.seed.into();
-        out.data(&last);
-        if self.style.style.include_usage {
-            let mut counts = self.chunk(json!([]));
-            counts["usage"] = usage(&end.usage);
-            out.data(&counts);
-        }
-        out.done();
+        self.style.style.end(&self.heading, CHUNK, choice, end, out);
     }
 }
 
 impl Surface for ChatSurface {
     fn whole(&self, answer: Answer) -> Value {
-        let Heading { id, created, model } = &self.heading;
         let calls: Vec<Value> = answer.calls().map(call_json).collect();
         let content = answer.content();
         let mut message = Map::new();
@@ -220,21 +208,13 @@ impl Surface for ChatSurface {
         } else {
             Value::Null
         };
-        json!({
-            "id": id,
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
-            "choices": [{
-                "index": 0,
-                "message": message,
-                "logprobs": logprobs,
-                "finish_reason": finish_reason(&answer.end.reason),
-            }],
-            "usage": usage(&answer.end.usage),
-            "timings": timings(&answer.end),
-            "seed": answer.end.seed,
-        })
+        let choice = json!({
+            "index": 0,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(&answer.end.reason),
+        });
+        super::whole(&self.heading, "chat.completion", choice, &answer.end)
     }
 
     fn event(&mut self, event: TurnEvent, out: &mut Frames) {

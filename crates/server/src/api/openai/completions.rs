@@ -6,7 +6,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::usage::{finish_reason, timings, usage};
+use super::usage::finish_reason;
 use super::{Style, logprobs};
 use crate::App;
 use crate::answer::{Answer, Part};
@@ -95,6 +95,9 @@ pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request) -> Res
     respond(&app, request.of_session(session), is_streamed, surface, log).await
 }
 
+/// What an answer and its parts are called.
+const OBJECT: &str = "text_completion";
+
 /// The form of one answer.
 struct CompletionSurface {
     heading: Heading,
@@ -109,13 +112,7 @@ struct CompletionSurface {
 
 impl CompletionSurface {
     fn chunk(&self, choices: Value) -> Value {
-        let Heading { id, created, model } = &self.heading;
-        let mut chunk =
-            json!({"id": id, "object": "text_completion", "created": created, "model": model, "choices": choices});
-        if self.style.style.include_usage {
-            chunk["usage"] = Value::Null;
-        }
-        chunk
+        self.style.style.chunk(&self.heading, OBJECT, choices)
     }
 
     fn text(&mut self, text: &str) -> Value {
@@ -133,43 +130,26 @@ impl CompletionSurface {
     fn end(&mut self, end: &TurnEnd, out: &mut Frames) {
         let logprobs = self.take_logprobs();
         let reason = finish_reason(&end.reason);
-        let mut last = self.chunk(json!([{"index": 0, "text": "", "logprobs": logprobs, "finish_reason": reason}]));
-        last["timings"] = timings(end);
-        last["seed"] = end.seed.into();
-        out.data(&last);
-        if self.style.style.include_usage {
-            let mut counts = self.chunk(json!([]));
-            counts["usage"] = usage(&end.usage);
-            out.data(&counts);
-        }
-        out.done();
+        let choice = json!({"index": 0, "text": "", "logprobs": logprobs, "finish_reason": reason});
+        self.style.style.end(&self.heading, OBJECT, choice, end, out);
     }
 }
 
 impl Surface for CompletionSurface {
     fn whole(&self, answer: Answer) -> Value {
-        let Heading { id, created, model } = &self.heading;
         let texts = answer.parts.iter().filter_map(|part| match part {
             Part::Reasoning(text) | Part::Content(text) => Some(text.as_str()),
             Part::Call(_) => None,
         });
         let text: String = std::iter::once(self.echo.as_str()).chain(texts).collect();
         let logprobs = if self.style.logprobs { logprobs::completion(&answer.logprobs, &mut 0) } else { Value::Null };
-        json!({
-            "id": id,
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-            "choices": [{
-                "index": 0,
-                "text": text,
-                "logprobs": logprobs,
-                "finish_reason": finish_reason(&answer.end.reason),
-            }],
-            "usage": usage(&answer.end.usage),
-            "timings": timings(&answer.end),
-            "seed": answer.end.seed,
-        })
+        let choice = json!({
+            "index": 0,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(&answer.end.reason),
+        });
+        super::whole(&self.heading, OBJECT, choice, &answer.end)
     }
 
     fn event(&mut self, event: TurnEvent, out: &mut Frames) {

@@ -7,8 +7,13 @@ pub(super) mod models;
 pub mod responses;
 mod usage;
 
+use serde_json::{Value, json};
+
+use super::Heading;
 use crate::fields::Fields;
-use crate::turn::TurnError;
+use crate::sse::Frames;
+use crate::turn::{TurnEnd, TurnError};
+use usage::{timings, usage};
 
 /// How an answer is to be written.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -31,4 +36,43 @@ impl Style {
             include_usage: include_usage.unwrap_or(false),
         })
     }
+
+    /// A part of a streamed answer.
+    fn chunk(&self, heading: &Heading, object: &str, choices: Value) -> Value {
+        let Heading { id, created, model } = heading;
+        let mut chunk = json!({"id": id, "object": object, "created": created, "model": model, "choices": choices});
+        if self.include_usage {
+            chunk["usage"] = Value::Null;
+        }
+        chunk
+    }
+
+    /// The end of a streamed answer, with its last choice.
+    fn end(&self, heading: &Heading, object: &str, choice: Value, end: &TurnEnd, out: &mut Frames) {
+        let mut last = self.chunk(heading, object, json!([choice]));
+        last["timings"] = timings(end);
+        last["seed"] = end.seed.into();
+        out.data(&last);
+        if self.include_usage {
+            let mut counts = self.chunk(heading, object, json!([]));
+            counts["usage"] = usage(&end.usage);
+            out.data(&counts);
+        }
+        out.done();
+    }
+}
+
+/// An answer as a whole, with its choice.
+fn whole(heading: &Heading, object: &str, choice: Value, end: &TurnEnd) -> Value {
+    let Heading { id, created, model } = heading;
+    json!({
+        "id": id,
+        "object": object,
+        "created": created,
+        "model": model,
+        "choices": [choice],
+        "usage": usage(&end.usage),
+        "timings": timings(end),
+        "seed": end.seed,
+    })
 }
