@@ -9,6 +9,7 @@
 # them), quality (held-out text through the demo model), memcheck and racecheck (compute-sanitizer over the demo model and over rows
 # that share a pass).
 set -eu
+. "$(dirname "$0")/stages.sh"
 
 usage() {
     sed -n '4,5s/^# *//p' "$0" >&2
@@ -29,22 +30,6 @@ for line in sys.stdin:
         done
     cargo build --release -p lily-cli
     strip -o "$1/lily" "${CARGO_TARGET_DIR:-target}/release/lily"
-}
-
-# Runs a command of a stage, keeps what it prints, and notes how it went.
-note() {
-    what=$1
-    shift
-    start=$(date +%s)
-    code=0
-    timeout 580 "$@" >>"$report.log" 2>&1 || code=$?
-    took=$(($(date +%s) - start))
-    if [ $code = 0 ]; then
-        echo "ok      ${took} s  $what" | tee -a "$report"
-    else
-        failed=1
-        echo "FAILED  ${took} s  $what (exit $code)" | tee -a "$report"
-    fi
 }
 
 # Tests of a binary, those that need a GPU too.

@@ -9,6 +9,7 @@
 # against what the reference computed at the build), laws (the backend contract), racecheck and memcheck (compute-sanitizer over the
 # goldens). Tensor units are threads that multiply: what they are fed and when is checked, not how they add.
 set -eu
+. "$(dirname "$0")/stages.sh"
 
 usage() {
     sed -n '4,5s/^# *//p' "$0" >&2
@@ -35,22 +36,6 @@ assemble() {
         for ptx in "$dir"/metal-nvidia/*.ptx; do echo "$ptx"; done |
             xargs -P "$(nproc)" -I '{}' sh -c 'ptxas -arch=$0 "$1" -o "$1.cubin" && mv "$1.cubin" "$1"' "$arch" '{}'
         touch "$dir/metal-nvidia/assembled"
-    fi
-}
-
-# Runs a command of a stage, keeps what it prints, and notes how it went.
-note() {
-    what=$1
-    shift
-    start=$(date +%s)
-    code=0
-    timeout 580 "$@" >>"$report.log" 2>&1 || code=$?
-    took=$(($(date +%s) - start))
-    if [ $code = 0 ]; then
-        echo "ok      ${took} s  $what" | tee -a "$report"
-    else
-        failed=1
-        echo "FAILED  ${took} s  $what (exit $code)" | tee -a "$report"
     fi
 }
 
