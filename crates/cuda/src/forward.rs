@@ -77,7 +77,6 @@ impl Forward<'_> {
         let (pass, k, s, w, sizes) = (&self.pass, self.kernels, self.scratch, self.weights, &self.kernels.sizes);
         let partials = (s.part_sums, s.part_values);
         let normed = Normed { x: FixedRows::at(s.fixed, rows, sizes.hidden), squares: s.row_squares };
-        let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
         k.embed(pass, (s.runs, rows), Pointer::NULL, &w.embedding, (s.h, s.turns))?;
         let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
         for layer in &w.layers {
@@ -102,16 +101,24 @@ impl Forward<'_> {
                 }
             }
             k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, rows, normed)?;
-            k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, rows, (s.router, s.activation))?;
-            k.rows_choose(pass, s.router, rows, &meetings)?;
-            k.rows_up(pass, layer.experts_up, &meetings, normed, s.activation)?;
-            let x = FixedRows::at(s.fixed, rows, k.activation_width());
-            k.rows_fix(pass, (s.activation, Pointer::NULL), rows, x)?;
-            k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (x, rows), s.parts)?;
+            self.rows_experts(layer, normed, rows)?;
             parts.1 = Parts::Experts;
         }
         k.rows_norm(pass, s.h, parts, w.norm, rows, normed)?;
         k.rows_head(pass, w.head, (s.runs, rows), normed, (s.logits, s.bests))
+    }
+
+    /// The experts of a layer for rows whose normed stream is there; what they give is left in parts.
+    fn rows_experts(&self, layer: &Layer, normed: Normed, rows: usize) -> Result<()> {
+        let (pass, k, s) = (&self.pass, self.kernels, self.scratch);
+        let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
+        k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, rows, (s.router, s.activation))?;
+        k.rows_choose(pass, s.router, rows, &meetings)?;
+        k.rows_up(pass, layer.experts_up, &meetings, normed, s.activation)?;
+        let x = FixedRows::at(s.fixed, rows, k.activation_width());
+        k.rows_fix(pass, (s.activation, Pointer::NULL), rows, x)?;
+        k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (x, rows), s.parts)?;
+        Ok(())
     }
 
     /// All layers for up to [`ROWS`](crate::kernels::rows::ROWS) tokens of one row, whose ids are in the scratch memory: with the
@@ -119,7 +126,6 @@ impl Forward<'_> {
     pub(crate) fn few(&mut self, tokens: usize) -> Result<()> {
         let (pass, k, s, w, sizes) = (&{ self.pass }, self.kernels, self.scratch, self.weights, &self.kernels.sizes);
         let normed = Normed { x: FixedRows::at(s.fixed, tokens, sizes.hidden), squares: s.row_squares };
-        let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
         k.embed(pass, (s.run, tokens), s.ids, &w.embedding, (s.h, Pointer::NULL))?;
         self.record_embedding(tokens)?;
         let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
@@ -151,12 +157,7 @@ impl Forward<'_> {
             }
             k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, tokens, normed)?;
             self.record_mixer(index, tokens)?;
-            k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, tokens, (s.router, s.activation))?;
-            k.rows_choose(pass, s.router, tokens, &meetings)?;
-            k.rows_up(pass, layer.experts_up, &meetings, normed, s.activation)?;
-            let x = FixedRows::at(s.fixed, tokens, k.activation_width());
-            k.rows_fix(pass, (s.activation, Pointer::NULL), tokens, x)?;
-            k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (x, tokens), s.parts)?;
+            self.rows_experts(layer, normed, tokens)?;
             parts.1 = Parts::Experts;
         }
         // Whatever comes next takes its own norm of the stream.
