@@ -16,6 +16,14 @@ pub struct Standing {
     pub has_sample: bool,
 }
 
+/// Checks how many tokens a new state is to have room for.
+pub fn check_capacity(capacity: usize, caps: &Caps) -> Result<()> {
+    if (1..=caps.max_context).contains(&capacity) {
+        return Ok(());
+    }
+    Err(Error::BadStep(format!("a state of {capacity} tokens; it may have 1 to {}", caps.max_context)))
+}
+
 /// Checks a whole step against the limits and the contract. `in_flight` are the states of each accepted step that was not waited
 /// for; `standing` knows the states that exist.
 pub fn check_step<'a>(

@@ -37,7 +37,7 @@ pub mod export;
 mod sampling;
 mod stage;
 
-pub use check::{Standing, check_step};
+pub use check::{Standing, check_capacity, check_step};
 pub use sampling::{LogProbs, SampledToken, SamplingParams};
 pub use stage::{Part, Stage, StageOutput};
 
@@ -76,6 +76,8 @@ pub struct Caps {
     pub bytes_per_token: usize,
     /// Device bytes of a state beside its tokens; also the size of a snapshot.
     pub bytes_per_state: usize,
+    /// Whether states and snapshots lie in memory of the device's own, which nobody else wants.
+    pub own_memory: bool,
     /// Length of the logits of one position.
     pub vocab: usize,
 }

@@ -219,7 +219,7 @@ fn context(args: &ModelArgs, checkpoint: &Checkpoint) -> anyhow::Result<usize> {
 /// Bytes that the sessions of a server may take where they lie in the memory of the host: half of what is free, since the rest of the
 /// machine is wanted, too. `None` where a device has memory of its own and says when it is full.
 pub fn session_memory(backend: &dyn Backend, checkpoint: &Checkpoint) -> Option<usize> {
-    if backend.caps().name.starts_with("cuda") {
+    if backend.caps().own_memory {
         return None;
     }
     Some(available_memory().saturating_sub(resident_weights(checkpoint)).saturating_sub(MARGIN_BYTES) / 2)

@@ -107,14 +107,16 @@ pub fn serve(args: &ServeArgs) -> anyhow::Result<()> {
     }
     let Model { checkpoint, backends, name } = load(args)?;
     let text = Arc::new(TextModel::load(&checkpoint.source, &checkpoint.config)?);
-    let caps = backends[0].caps().clone();
-    let memory = options(args, backends[0].as_ref(), &checkpoint, 0)?.sessions.memory;
-    let engines = backends.into_iter().enumerate().map(|(index, backend)| {
-        let options = options(args, backend.as_ref(), &checkpoint, index)?;
+    let (mut engines, mut device) = (Vec::new(), String::new());
+    for (replica, backend) in backends.into_iter().enumerate() {
+        let options = options(args, backend.as_ref(), &checkpoint, replica)?;
+        if replica == 0 {
+            device = described(backend.caps(), options.sessions.memory);
+        }
         let folder = args.cache_dir.as_deref().unwrap_or(".".as_ref()).display();
-        Engine::with_options(backend, Arc::clone(&text), options).with_context(|| format!("cannot use {folder}"))
-    });
-    let engines: Vec<Engine> = engines.collect::<anyhow::Result<_>>()?;
+        let engine = Engine::with_options(backend, Arc::clone(&text), options);
+        engines.push(engine.with_context(|| format!("cannot use {folder}"))?);
+    }
     let settings = ServiceSettings {
         model: args.name.clone().unwrap_or(name),
         turn_limit: args.timeout.map(Duration::from_secs),
@@ -125,8 +127,7 @@ pub fn serve(args: &ServeArgs) -> anyhow::Result<()> {
     let settings =
         Settings { api_key: args.api_key.clone(), body_limit_bytes: args.body_limit, origins, ..Settings::default() };
     let router = lily_server::router(Arc::clone(&turns), settings, page::routes());
-    let memory = memory.map_or(String::new(), |most| format!(", {} for conversations", bytes(most)));
-    eprintln!("lily: {}, context {} tokens{memory}", caps.name, grouped(caps.max_context));
+    eprintln!("lily: {device}");
     eprintln!(
         "lily: http://{} is ready: a page to chat, OpenAI's API at /v1, Anthropic's at /v1/messages; Ctrl-C stops it",
         listener.local_addr()?
@@ -135,6 +136,12 @@ pub fn serve(args: &ServeArgs) -> anyhow::Result<()> {
         let listener = TcpListener::from_std(listener)?;
         Ok(life::serve(turns, router, listener, Duration::from_secs(args.grace), told_to_stop()).await?)
     })
+}
+
+/// A device and what it has room for.
+fn described(caps: &Caps, memory: Option<usize>) -> String {
+    let memory = memory.map_or(String::new(), |most| format!(", {} for conversations", bytes(most)));
+    format!("{}, context {} tokens{memory}", caps.name, grouped(caps.max_context))
 }
 
 /// What is served.

@@ -150,6 +150,7 @@ impl CpuBackend {
             overlaps: false,
             bytes_per_token: shape.kv_bytes_per_token(plan.kv.bytes()),
             bytes_per_state: shape.recurrent_bytes(),
+            own_memory: false,
             vocab: shape.vocab,
         };
         tracing::debug!(name = caps.name, scratch_bytes = scratch.bytes(), "loaded");
@@ -262,10 +263,7 @@ impl Backend for CpuBackend {
     }
 
     fn new_state(&mut self, capacity: usize) -> Result<StateId> {
-        if capacity == 0 || capacity > self.caps.max_context {
-            let most = self.caps.max_context;
-            return Err(Error::BadStep(format!("a state of {capacity} tokens; it may have 1 to {most}")));
-        }
+        lily_backend::check_capacity(capacity, &self.caps)?;
         let needed = capacity.saturating_mul(self.caps.bytes_per_token).saturating_add(self.caps.bytes_per_state);
         let available = memory_bytes().saturating_sub(self.state_bytes());
         if needed > available {

@@ -144,6 +144,7 @@ impl CudaBackend {
             overlaps: true,
             bytes_per_token: per_token,
             bytes_per_state: per_state,
+            own_memory: true,
             vocab: shape.vocab,
         };
         tracing::debug!(
@@ -219,10 +220,7 @@ impl Backend for CudaBackend {
 
     fn new_state(&mut self, capacity: usize) -> Result<StateId> {
         self.device.enter();
-        if capacity == 0 || capacity > self.caps.max_context {
-            let most = self.caps.max_context;
-            return Err(Error::BadStep(format!("a state of {capacity} tokens; it may have 1 to {most}")));
-        }
+        lily_backend::check_capacity(capacity, &self.caps)?;
         let state = State::new(&self.device, &self.checkpoint.config.shape, capacity)?;
         let id = self.next_state;
         self.next_state += 1;

@@ -70,6 +70,7 @@ impl<G: Gpu> MetalBackend<G> {
             overlaps: true,
             bytes_per_token: layout.bytes().per_token,
             bytes_per_state: layout.bytes().whatever,
+            own_memory: false,
             vocab: shape.vocab,
         };
         let sets = (0..STEP_SETS).map(|_| StepSet::new(&mut gpu, max_chunk)).collect::<Result<Vec<_>>>()?;
@@ -449,10 +450,7 @@ impl<G: Gpu> Backend for MetalBackend<G> {
     }
 
     fn new_state(&mut self, capacity: usize) -> Result<StateId> {
-        if capacity == 0 || capacity > self.caps.max_context {
-            let most = self.caps.max_context;
-            return Err(Error::BadStep(format!("a state of {capacity} tokens; it may have 1 to {most}")));
-        }
+        lily_backend::check_capacity(capacity, &self.caps)?;
         let memory = self.memory();
         let weights = memory.weights_mapped + memory.weights_owned;
         let used = weights + memory.states + memory.snapshots + memory.scratch;

@@ -43,6 +43,21 @@ macro_rules! conformance_suite {
 #[macro_export]
 macro_rules! every_law {
     ($then:ident $first:tt) => {
+        $crate::laws_without_arithmetic! {
+            $then $first
+            greedy_takes_the_highest_logit_below_the_limit
+            draws_depend_on_seed_and_position_only
+            biases_and_penalties_move_the_choice
+            a_trace_has_every_stage_and_changes_nothing
+        }
+    };
+}
+
+/// Likewise those that hold for a backend that computes nothing, whose samples need no logits; then the names that it is given.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! laws_without_arithmetic {
+    ($then:ident $first:tt $($more:ident)*) => {
         $crate::$then! {
             $first
             prefill_equals_repeated_decode
@@ -63,13 +78,10 @@ macro_rules! every_law {
             a_full_context_is_an_error_and_its_last_token_fits
             what_was_freed_is_unknown
             stated_limits_hold
-            greedy_takes_the_highest_logit_below_the_limit
-            draws_depend_on_seed_and_position_only
-            biases_and_penalties_move_the_choice
             log_probabilities_are_those_of_the_raw_logits
             a_mask_decides_what_may_be_sampled
             a_masked_step_is_alone_with_its_state
-            a_trace_has_every_stage_and_changes_nothing
+            $($more)*
         }
     };
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use lily_backend::export::{CheckSum, read};
 use lily_backend::{
     Backend, Caps, Error, Input, LogProbs, MemoryReport, Output, Result, Row, RowOutput, SampledToken, SamplingParams,
-    SnapshotId, Standing, StateId, Step, Ticket, Want, check_step,
+    SnapshotId, Standing, StateId, Step, Ticket, Want, check_capacity, check_step,
 };
 use lily_engine::TextModel;
 
@@ -68,6 +68,7 @@ impl ScriptBackend {
             overlaps: true,
             bytes_per_token: size_of::<u32>(),
             bytes_per_state: 0,
+            own_memory: false,
             vocab: text.tokenizer.vocab_size(),
         }
     }
@@ -246,10 +247,7 @@ impl Backend for ScriptBackend {
     }
 
     fn new_state(&mut self, capacity: usize) -> Result<StateId> {
-        if capacity == 0 || capacity > self.caps.max_context {
-            let most = self.caps.max_context;
-            return Err(Error::BadStep(format!("a state of {capacity} tokens; it may have 1 to {most}")));
-        }
+        check_capacity(capacity, &self.caps)?;
         let id = StateId(self.new_id());
         let past = Past::default();
         self.states.insert(id, State { past, capacity, sampled: None, awaits_mask: None, lost: false });

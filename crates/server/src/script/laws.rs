@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use lily_backend::conformance::Subject;
-use lily_backend::conformance::laws::{self, CONTEXT};
+use lily_backend::conformance::laws::CONTEXT;
 use lily_backend::{Backend, Caps, Error, Input, Row, RowOutput, SamplingParams, StateId, Step, Ticket, Want};
 use lily_model::chat::{Chat, Rendered};
 use serde_json::{Value, json};
@@ -19,39 +19,17 @@ fn load(script: &str) -> ScriptBackend {
     ScriptBackend::new(Script::parse(script).unwrap(), text_model(), caps()).unwrap()
 }
 
-macro_rules! hold {
-    ($($law:ident)+) => {$(
-        #[test]
-        fn $law() {
-            let load = || -> Box<dyn Backend> { Box::new(load("{\"output\": \"Once upon a time there was a fox.\"}")) };
-            laws::$law(&Subject { load: &load, budget: 0.0, experts_per_token: 1 });
-        }
-    )+};
-}
+// All laws but those of sampling settings, which a script ignores, and of traces, for it has no stages.
+mod contract {
+    use super::*;
 
-// All but those of sampling settings, which a script ignores, and of traces, for it has no stages.
-hold! {
-    prefill_equals_repeated_decode
-    one_chunk_equals_many_chunks
-    the_same_steps_give_the_same_bits
-    batch_neighbours_do_not_change_a_row
-    a_restored_snapshot_continues_bit_identical
-    a_snapshot_outlives_the_steps_after_it_and_its_state
-    a_snapshot_of_another_past_is_refused
-    a_fork_continues_bit_identical_and_leaves_its_source_alone
-    a_reset_state_is_a_fresh_one
-    an_export_continues_bit_identical_after_import
-    a_damaged_export_is_refused_and_leaves_position_0
-    previous_sample_equals_explicit_token
-    a_sampled_token_is_not_part_of_the_state
-    steps_in_flight_are_bounded_and_waited_for_in_order
-    refusals_leave_states_untouched
-    a_full_context_is_an_error_and_its_last_token_fits
-    what_was_freed_is_unknown
-    stated_limits_hold
-    log_probabilities_are_those_of_the_raw_logits
-    a_mask_decides_what_may_be_sampled
-    a_masked_step_is_alone_with_its_state
+    const OUTPUT: &str = "{\"output\": \"Once upon a time there was a fox.\"}";
+
+    fn subject() -> Subject<'static> {
+        Subject { load: &|| Box::new(load(OUTPUT)), budget: 0.0, experts_per_token: 1 }
+    }
+
+    lily_backend::laws_without_arithmetic! { conformance_laws [] }
 }
 
 /// The ids of a conversation's prompt.
