@@ -141,11 +141,11 @@ fn reference_forward(checkpoint: &Checkpoint, ids: &[u32], trace: bool) -> Forwa
 
 /// What each device says of itself for this checkpoint: its name with the kernel path, or why it cannot run it.
 pub fn probe(args: &ModelArgs, checkpoint: &Arc<Checkpoint>) -> Vec<String> {
-    let describe = |device: ModelArgs| match load(&device, Arc::clone(checkpoint)) {
+    let describe = |device| match load(&args.on(device), Arc::clone(checkpoint)) {
         Ok(backend) => backend.caps().name.clone(),
         Err(error) => format!("{error:#}"),
     };
-    vec![describe(args.on(BackendName::Cpu)), describe(args.on(BackendName::Cuda))]
+    ALL.map(describe).to_vec()
 }
 
 /// The devices that a build for this machine can have, the slowest first.
