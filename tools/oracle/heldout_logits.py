@@ -8,7 +8,7 @@ empty cache, its special tokens parsed. Every logits file has
 
   ids     I32 [n]         the tokens of all documents
   starts  I32 [documents] where each begins
-  logits  [n, vocabulary] of each token's successor: F32 in OUT/f32.safetensors, BF16 in OUT/bf16.safetensors
+  logits  [n, vocabulary] of each token's successor: F32 in OUT/mlx-lm-f32.safetensors, BF16 in OUT/mlx-lm-bf16.safetensors
 
 The two runs are those of make_goldens.py: every floating tensor widened to float32, and the checkpoint as it is with
 activations in bfloat16, where quantized matmuls add up in float32 and round once, as MLX's Metal kernels do. Printed is how
@@ -92,7 +92,7 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     for name, logits in (("f32", exact), ("bf16", rounded)):
         arrays = {"ids": mx.array(np.concatenate(docs)), "starts": mx.array(starts.astype(np.int32)), "logits": logits}
-        mx.save_safetensors(str(args.out / f"{name}.safetensors"), arrays)
+        mx.save_safetensors(str(args.out / f"mlx-lm-{name}.safetensors"), arrays)
     print(json.dumps(compare(docs, exact, rounded)))
 
 

@@ -31,9 +31,11 @@ pub fn run(args: &Args) -> Result<()> {
     let mut soak = Command::new(&args.python);
     // Nothing is to lie beside the scripts afterwards.
     soak.arg("-B").arg(crate::root().join("tools/server-tests/soak.py")).arg(lily);
-    for (name, value) in
-        [("--minutes", args.minutes.to_string()), ("--seed", args.seed.to_string()), ("--clients", args.clients.to_string())]
-    {
+    for (name, value) in [
+        ("--minutes", args.minutes.to_string()),
+        ("--seed", args.seed.to_string()),
+        ("--clients", args.clients.to_string()),
+    ] {
         soak.args([name, &value]);
     }
     let status = soak.status().with_context(|| format!("cannot run {soak:?}"))?;

@@ -50,12 +50,11 @@ pub fn logits(args: &LogitsArgs) -> anyhow::Result<()> {
     bar.set_length(stored.texts.iter().map(|passage| passage.count() as u64).sum());
     let (mut ours, mut theirs, mut agreement) = (Likelihood::default(), Likelihood::default(), Agreement::default());
     for text in &stored.texts {
-        passage::read(&mut [&mut reader], &stored.ids, text, vocab, &mut |at, logits| {
+        passage::read(&mut [&mut reader], &stored.ids, text, vocab, |at, logits| {
             let (next, expected) = (stored.ids[at], stored.logits(at - 1));
             ours.add(logits[0], next);
             theirs.add(&expected, next);
             agreement.add(&expected, logits[0]);
-            Ok(())
         })?;
         bar.inc(text.count() as u64);
     }

@@ -46,7 +46,7 @@ pub fn read(
     ids: &[u32],
     passage: &Passage,
     vocab: usize,
-    each: &mut dyn FnMut(usize, &[&[f32]]) -> anyhow::Result<()>,
+    mut each: impl FnMut(usize, &[&[f32]]),
 ) -> anyhow::Result<()> {
     // What follows the last token is not known.
     let fed = passage.tokens.start..passage.tokens.end - 1;
@@ -65,7 +65,7 @@ pub fn read(
             let rows: Vec<&[f32]> = logits.iter().map(|logits| &logits[place.clone()]).collect();
             let finite = rows.iter().flat_map(|row| row.iter()).all(|logit| logit.is_finite());
             ensure!(finite, "the logits of token {at} are not finite: damaged weights or a device fault");
-            each(at + 1, &rows)?;
+            each(at + 1, &rows);
         }
     }
     Ok(())

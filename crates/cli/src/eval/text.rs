@@ -107,6 +107,7 @@ impl Against {
 /// Runs the command.
 pub fn text(args: &TextArgs) -> anyhow::Result<()> {
     let stride = stride(args)?;
+    let other = other(args)?;
     let mut results = Results::open(&args.common)?;
     let text = read_text(&args.file)?;
     let model = &args.common.model;
@@ -119,7 +120,7 @@ pub fn text(args: &TextArgs) -> anyhow::Result<()> {
 
     let longest = passages.iter().map(|(_, passage)| passage.tokens.len() - 1).max().unwrap_or(0);
     let mut first = Forward::load(model, Arc::clone(&checkpoint), longest)?;
-    let mut second = other(args).map(|other| Forward::load(&other, Arc::clone(&checkpoint), longest)).transpose()?;
+    let mut second = other.map(|other| Forward::load(&other, Arc::clone(&checkpoint), longest)).transpose()?;
     let mut readers: Vec<&mut Forward> = [Some(&mut first), second.as_mut()].into_iter().flatten().collect();
 
     let bar = progress("reading", "tokens");
@@ -127,13 +128,12 @@ pub fn text(args: &TextArgs) -> anyhow::Result<()> {
     let (mut ours, mut theirs, mut agreement) = (Likelihood::default(), Likelihood::default(), Agreement::default());
     let vocab = checkpoint.config.shape.vocab;
     for (ids, passage) in &passages {
-        passage::read(&mut readers, ids, passage, vocab, &mut |at, logits| {
+        passage::read(&mut readers, ids, passage, vocab, |at, logits| {
             ours.add(logits[0], ids[at]);
             if let Some(other) = logits.get(1) {
                 theirs.add(other, ids[at]);
                 agreement.add(other, logits[0]);
             }
-            Ok(())
         })?;
         bar.inc(passage.count() as u64);
     }
@@ -175,10 +175,15 @@ fn stride(args: &TextArgs) -> Result<usize, Usage> {
 }
 
 /// The arguments for the backend to compare with.
-fn other(args: &TextArgs) -> Option<ModelArgs> {
+fn other(args: &TextArgs) -> Result<Option<ModelArgs>, Usage> {
     let own = &args.common.model;
+    let Some(backend) = args.against else { return Ok(None) };
     let kv = args.against_kv.unwrap_or(own.device.kv);
-    args.against.map(|backend| ModelArgs { device: DeviceArgs { backend, kv, ..own.device.clone() }, ..own.clone() })
+    if (backend, kv) == (own.device.backend, own.device.kv) {
+        let name = backend.name();
+        return Err(Usage(format!("--against {name} compares {name} with itself: choose another, or --against-kv")));
+    }
+    Ok(Some(ModelArgs { device: DeviceArgs { backend, kv, ..own.device.clone() }, ..own.clone() }))
 }
 
 /// The text of a file, not empty.
