@@ -67,12 +67,13 @@ fn by_hand(folder: &TempDir, backend: &str) -> (usize, f64, String) {
     let values: Vec<f64> =
         logits.data().chunks(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap()))).collect();
     let vocab = logits.shape()[1];
-    let product: f64 = values
-        .chunks(vocab)
-        .zip(&ids[1..])
-        .map(|(row, next)| row[*next as usize].exp() / row.iter().map(|x| x.exp()).sum::<f64>())
-        .product();
-    (ids.len(), product.powf(-1.0 / (ids.len() - 1) as f64), out)
+    // The geometric mean of one over the probabilities, factor by factor: their product is too small for a number.
+    let exponent = -1.0 / (ids.len() - 1) as f64;
+    let factors = values.chunks(vocab).zip(&ids[1..]).map(|(row, next)| {
+        let probability = row[*next as usize].exp() / row.iter().map(|x| x.exp()).sum::<f64>();
+        probability.powf(exponent)
+    });
+    (ids.len(), factors.product(), out)
 }
 
 #[test]
