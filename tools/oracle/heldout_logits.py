@@ -12,9 +12,11 @@ empty cache, its special tokens parsed. Every logits file has
 
 The two runs are those of make_goldens.py: every floating tensor widened to float32, and the checkpoint as it is with
 activations in bfloat16, where quantized matmuls add up in float32 and round once, as MLX's Metal kernels do. Printed is how
-the two runs differ: what rounding to bfloat16 does within one engine.
+far the second is from the first, what rounding to bfloat16 does within one engine, as a record (bench/results/README.md).
 """
 import argparse
+import datetime
+import importlib.metadata
 import json
 import time
 from pathlib import Path
@@ -62,16 +64,25 @@ def log_probabilities(logits):
 
 
 def compare(docs, exact, rounded):
-    """Perplexities, agreement of the most likely tokens and mean KL(exact || rounded) over all predicted tokens."""
-    sums, at = np.zeros(5), 0
+    """How far the rounded logits are from the exact ones over all predicted tokens, as `lily eval logits` has it."""
+    sums, worst, at = np.zeros(5), 0.0, 0
     for ids in docs:
         p, q = (log_probabilities(make_goldens.f32(x[at:at + len(ids) - 1])) for x in (exact, rounded))
         places = np.arange(len(ids) - 1), ids[1:]
-        same = (p.argmax(-1) == q.argmax(-1)).sum()
-        sums += [len(ids) - 1, p[places].sum(), q[places].sum(), same, (np.exp(p) * (p - q)).sum()]
+        same, kl = (p.argmax(-1) == q.argmax(-1)).sum(), (np.exp(p) * (p - q)).sum(-1)
+        sums += [len(ids) - 1, p[places].sum(), q[places].sum(), same, kl.sum()]
+        worst = max(worst, kl.max())
         at += len(ids)
     n, p, q, same, kl = sums
-    return {"tokens": int(n), "perplexity_f32": np.exp(-p / n), "perplexity_bf16": np.exp(-q / n), "same_top": same / n, "kl": kl / n}
+    against = {"name": "mlx-lm-f32.safetensors", "perplexity": np.exp(-p / n), "same_top": same / n, "kl": kl / n, "worst_kl": worst}
+    return {"tokens": int(n), "perplexity": np.exp(-q / n), "against": against}
+
+
+def record(checkpoint, result):
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    engine = f"mlx-lm {importlib.metadata.version('mlx-lm')}"
+    head = {"eval": "logits", "engine": engine, "commit": None, "date": now, "device": "cpu, bfloat16", "kv": "bf16"}
+    return json.dumps({**head, "model": checkpoint.resolve().name, "result": result})
 
 
 def main():
@@ -93,7 +104,7 @@ def main():
     for name, logits in (("f32", exact), ("bf16", rounded)):
         arrays = {"ids": mx.array(np.concatenate(docs)), "starts": mx.array(starts.astype(np.int32)), "logits": logits}
         mx.save_safetensors(str(args.out / f"mlx-lm-{name}.safetensors"), arrays)
-    print(json.dumps(compare(docs, exact, rounded)))
+    print(record(args.checkpoint, compare(docs, exact, rounded)))
 
 
 if __name__ == "__main__":

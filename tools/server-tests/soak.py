@@ -48,6 +48,8 @@ LONG_CHARACTERS = 3000
 LONGEST_CHARACTERS = 8000
 # Two servers and their clients share a machine: threads of one that wait for each other would wait for the others, too.
 ONE_THREAD = ["--threads", 1]
+# Seconds. A machine that others use may need minutes for a prompt; a server that hangs needs longer.
+PATIENCE = 600
 TASKS = Path(__file__).parent.parent / "train-demo/heldout/tasks.jsonl"
 ENDS = ("stop", "length", "tool_calls")
 
@@ -94,7 +96,7 @@ def whole(text):
 
 def ask(port, body, cut_after=None):
     """The answer; None if the connection was cut after so many lines of a stream."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         if cut_after == 0:
