@@ -136,7 +136,7 @@ impl<'a> Pair<'a> {
         }
         let lily = match &args.lily {
             Some(lily) => lily.clone(),
-            None => build_lily()?,
+            None => crate::build_lily()?,
         };
         Ok(Pair { args, lily, model, llama, gguf })
     }
@@ -201,17 +201,6 @@ impl<'a> Pair<'a> {
         }
         Ok(())
     }
-}
-
-/// The release build that `cargo xtask` itself would use.
-fn build_lily() -> Result<PathBuf> {
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["build", "--release", "--package", "lily-cli"]).current_dir(crate::root());
-    ensure!(cargo.status().context("cannot run cargo")?.success(), "lily does not build");
-    // This program is <target>/debug/xtask.
-    let xtask = std::env::current_exe()?;
-    let target = xtask.ancestors().nth(2).context("xtask runs outside a target directory")?;
-    Ok(target.join("release").join(format!("lily{}", std::env::consts::EXE_SUFFIX)))
 }
 
 /// What is measured over rounds, by its name in records.

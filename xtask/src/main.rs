@@ -3,13 +3,18 @@
 mod bench_peers;
 mod check;
 mod cubins;
+mod dist;
 mod goldens;
+mod recordings;
+mod report;
 mod standin;
 mod synth;
 mod tokenizer;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process;
 
+use anyhow::{Context, ensure};
 use clap::Parser;
 
 /// Developer commands of lily.
@@ -22,8 +27,14 @@ enum Command {
     Check(check::Args),
     /// Compile the CUDA kernels for every supported GPU, for release builds to embed.
     Cubins(cubins::Args),
+    /// Make the archives of a release, with licences, a bill of materials and checksums.
+    Dist(dist::Args),
     /// Make the wide checkpoint and its goldens with mlx-lm, which the ignored golden tests need.
     Goldens(goldens::Args),
+    /// Draw what a terminal shows of lily, for the README.
+    Recordings(recordings::Args),
+    /// Write the page of benchmarks and its plots from the records in bench/results.
+    Report(report::Args),
     /// Write the byte-level tokenizer and chat template of the tiny checkpoint.
     Standin(standin::Args),
     /// Write a checkpoint of random weights in the published format.
@@ -37,7 +48,10 @@ fn main() -> anyhow::Result<()> {
         Command::BenchPeers(args) => bench_peers::run(&args),
         Command::Check(args) => check::run(&args),
         Command::Cubins(args) => cubins::run(&args),
+        Command::Dist(args) => dist::run(&args),
         Command::Goldens(args) => goldens::run(&args),
+        Command::Recordings(args) => recordings::run(&args),
+        Command::Report(args) => report::run(&args),
         Command::Standin(args) => standin::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Tokenizer(args) => tokenizer::run(&args),
@@ -47,4 +61,19 @@ fn main() -> anyhow::Result<()> {
 /// The root of the repository.
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
+}
+
+/// Where cargo puts what it builds.
+fn target() -> anyhow::Result<PathBuf> {
+    // This program is <target>/debug/xtask.
+    let xtask = std::env::current_exe()?;
+    Ok(xtask.ancestors().nth(2).context("xtask runs outside a target directory")?.to_owned())
+}
+
+/// Makes the release build of this tree and says where it is.
+fn build_lily() -> anyhow::Result<PathBuf> {
+    let mut cargo = process::Command::new(env!("CARGO"));
+    cargo.args(["build", "--release", "--package", "lily-cli"]).current_dir(root());
+    ensure!(cargo.status().context("cannot run cargo")?.success(), "lily does not build");
+    Ok(target()?.join("release").join(format!("lily{}", std::env::consts::EXE_SUFFIX)))
 }
