@@ -136,7 +136,7 @@ impl<'a> Pair<'a> {
         }
         let lily = match &args.lily {
             Some(lily) => lily.clone(),
-            None => crate::build_lily()?,
+            None => build_lily()?,
         };
         Ok(Pair { args, lily, model, llama, gguf })
     }
@@ -201,6 +201,14 @@ impl<'a> Pair<'a> {
         }
         Ok(())
     }
+}
+
+/// The release build that `cargo xtask` itself would use.
+pub fn build_lily() -> Result<PathBuf> {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["build", "--release", "--package", "lily-cli"]).current_dir(crate::root());
+    ensure!(cargo.status().context("cannot run cargo")?.success(), "lily does not build");
+    Ok(crate::target()?.join("release").join(format!("lily{}", std::env::consts::EXE_SUFFIX)))
 }
 
 /// What is measured over rounds, by its name in records.

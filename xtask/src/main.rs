@@ -12,9 +12,8 @@ mod synth;
 mod tokenizer;
 
 use std::path::{Path, PathBuf};
-use std::process;
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use clap::Parser;
 
 /// Developer commands of lily.
@@ -68,12 +67,4 @@ fn target() -> anyhow::Result<PathBuf> {
     // This program is <target>/debug/xtask.
     let xtask = std::env::current_exe()?;
     Ok(xtask.ancestors().nth(2).context("xtask runs outside a target directory")?.to_owned())
-}
-
-/// Makes the release build of this tree and says where it is.
-fn build_lily() -> anyhow::Result<PathBuf> {
-    let mut cargo = process::Command::new(env!("CARGO"));
-    cargo.args(["build", "--release", "--package", "lily-cli"]).current_dir(root());
-    ensure!(cargo.status().context("cannot run cargo")?.success(), "lily does not build");
-    Ok(target()?.join("release").join(format!("lily{}", std::env::consts::EXE_SUFFIX)))
 }

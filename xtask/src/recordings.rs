@@ -54,7 +54,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let lily = match &args.lily {
         Some(lily) => lily.clone(),
-        None => crate::build_lily()?,
+        None => crate::bench_peers::build_lily()?,
     };
     let wanted = |recording: &&Recording| args.names.is_empty() || args.names.iter().any(|name| name == recording.name);
     for recording in RECORDINGS.iter().filter(wanted) {
