@@ -9,8 +9,6 @@ use lily_svg::terminal::{Span, Style};
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Only these, by name; all without.
-    names: Vec<String>,
     /// The program `lily`; by default a release build of this tree.
     #[arg(long)]
     lily: Option<PathBuf>,
@@ -28,36 +26,23 @@ struct Recording {
 
 /// Where pictures lie.
 const PLACE: &str = "docs/images";
-const RECORDINGS: [Recording; 2] = [
-    Recording {
-        name: "run",
-        columns: 100,
-        commands: &[
-            "lily run \"Tell me a story about a fox\" --no-think --seed 7",
-            "lily run \"What is 48 + 27?\" --seed 7",
-        ],
-    },
-    Recording {
-        name: "bench",
-        columns: 122,
-        commands: &["lily bench --synthetic qwen36:4:4096 --contexts 64,512,2048 --rounds 3"],
-    },
-];
+const RECORDINGS: [Recording; 1] = [Recording {
+    name: "run",
+    columns: 110,
+    commands: &[
+        "lily run \"Tell me a story about a fox\" --no-think --seed 7",
+        "lily run \"What is 48 + 27?\" --seed 7",
+    ],
+}];
 /// Rows of the terminal: more than any recording has, so that nothing leaves it.
-const ROWS: NonZeroU16 = NonZeroU16::new(200).unwrap();
+const ROWS: u16 = 200;
 
 pub fn run(args: &Args) -> Result<()> {
-    let known = |name: &String| RECORDINGS.iter().any(|recording| recording.name == name);
-    if let Some(name) = args.names.iter().find(|name| !known(name)) {
-        let names = RECORDINGS.map(|recording| recording.name).join(", ");
-        anyhow::bail!("there is no recording {name:?}: expected {names}");
-    }
     let lily = match &args.lily {
         Some(lily) => lily.clone(),
         None => crate::bench_peers::build_lily()?,
     };
-    let wanted = |recording: &&Recording| args.names.is_empty() || args.names.iter().any(|name| name == recording.name);
-    for recording in RECORDINGS.iter().filter(wanted) {
+    for recording in &RECORDINGS {
         let path = crate::root().join(PLACE).join(format!("{}.svg", recording.name));
         let rows = record(recording, &lily)?;
         let picture = lily_svg::terminal::svg(&recording.commands.join("; "), recording.columns.into(), &rows);
@@ -70,8 +55,9 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Runs the commands and gives the rows that the terminal shows in the end.
 fn record(recording: &Recording, lily: &Path) -> Result<Vec<Vec<Span>>> {
-    let columns = NonZeroU16::new(recording.columns).context("a terminal without columns")?;
-    let mut terminal = vt100::Parser::new(ROWS, columns, 0);
+    let sizes = NonZeroU16::new(ROWS).zip(NonZeroU16::new(recording.columns));
+    let (rows, columns) = sizes.context("a terminal without rows or columns")?;
+    let mut terminal = vt100::Parser::new(rows, columns, 0);
     for command in recording.commands {
         eprintln!("recordings: {command}");
         terminal.process(format!("\x1b[1m$ {command}\x1b[m\r\n").as_bytes());
@@ -81,7 +67,7 @@ fn record(recording: &Recording, lily: &Path) -> Result<Vec<Vec<Span>>> {
             terminal.process(b"\r\n");
         }
     }
-    let mut rows: Vec<Vec<Span>> = (0..ROWS.get()).map(|row| spans(terminal.screen(), row, columns.get())).collect();
+    let mut rows: Vec<Vec<Span>> = (0..ROWS).map(|row| spans(terminal.screen(), row, columns.get())).collect();
     while rows.last().is_some_and(|row| row.iter().all(|span| span.text.trim().is_empty())) {
         rows.pop();
     }
