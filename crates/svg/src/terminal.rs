@@ -83,10 +83,8 @@ fn text(out: &mut String, span: &Span, x: f64, y: f64) {
     let content = content.trim_start_matches(' ');
     let (x, length) = (x + CELL.0 * blanks as f64, CELL.0 * content.chars().count() as f64);
     let Style { bold, dim, italic, colour } = span.style;
-    let mut classes: Vec<String> = [(bold, "b"), (dim, "d"), (italic, "i")]
-        .into_iter()
-        .filter_map(|(is, class)| is.then(|| class.to_owned()))
-        .collect();
+    let set = [(bold, "b"), (dim, "d"), (italic, "i")].into_iter().filter(|(is, _)| *is);
+    let mut classes: Vec<String> = set.map(|(_, class)| class.to_owned()).collect();
     classes.extend(colour.map(|colour| format!("c{}", colour % 16)));
     let class = match classes.is_empty() {
         true => String::new(),

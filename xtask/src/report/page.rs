@@ -170,13 +170,15 @@ fn peers(records: &Records, part: &Part<'_>) -> String {
                 rows.push([&row[..], &tail[..]].concat());
             }
         }
-        // The highest memory of a run is that of all its contexts.
-        if let Some((ours, peer)) = peers.iter().rev().find_map(|peer| Some((records.in_turns(peer)?, peer))) {
-            if let (Some(a), Some(b)) = (ours.peak_memory_bytes, peer.peak_memory_bytes) {
-                let ratio = format!("{:.2}", a as f64 / b as f64);
-                let row = ["".into(), "memory, GB".into(), memory(ours), memory(peer), ratio];
-                rows.push([&row[..], &[commit(ours), "yes".into(), minute(&peer.date)]].concat());
-            }
+        // The highest memory of a run is that of all its contexts: the last one's line has it.
+        let mut last = peers.iter().rev().filter(|record| record.engine == engine);
+        let pair = last.find_map(|peer| Some((records.in_turns(peer)?, peer)));
+        if let Some((ours, peer)) = pair
+            && let (Some(a), Some(b)) = (ours.peak_memory_bytes, peer.peak_memory_bytes)
+        {
+            let ratio = format!("{:.2}", a as f64 / b as f64);
+            let row = ["".into(), "memory, GB".into(), memory(ours), memory(peer), ratio];
+            rows.push([&row[..], &[commit(ours), "yes".into(), minute(&peer.date)]].concat());
         }
         if !rows.is_empty() {
             let kv =
