@@ -2,8 +2,8 @@
 //! the device after the other.
 //!
 //! A step has a row for each answer that can go on, and at most one chunk of one prompt, so that a long prompt delays the others
-//! by one chunk at a time. Prompts take turns. Where a chunk ends depends on the prompt and on the engine's options alone, never on
-//! the other requests, so that an answer does not depend on them either.
+//! by one chunk at a time. Prompts take turns, and so do all where there are more than a step has rows. Where a chunk ends depends on
+//! the prompt and on the engine's options alone, never on the other requests, so that an answer does not depend on them either.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -99,7 +99,7 @@ pub struct Engine {
     holes: Vec<(u32, f32)>,
     options: EngineOptions,
     waiting: VecDeque<Job>,
-    /// In the order in which their prompts take turns.
+    /// In the order in which they take turns: the one whose last row is the longest ago comes first.
     running: Vec<Running>,
     sessions: Sessions,
     in_flight: VecDeque<Flight>,
@@ -338,7 +338,7 @@ impl Engine {
     /// The rows of the next step: which request feeds what.
     fn plan(&mut self, most_in_flight: usize) -> Vec<(usize, Input)> {
         let mut rows = Vec::new();
-        let mut prompt = None;
+        let mut has_prompt = false;
         for index in 0..self.running.len() {
             if rows.len() == self.caps().max_rows {
                 break;
@@ -350,8 +350,9 @@ impl Engine {
             let total = job.prompt.ids.len();
             if session.position() < total {
                 // A chunk has to land before the next, which may begin with a snapshot.
-                if prompt.is_none() && session.in_flight() == 0 {
-                    prompt = Some(index);
+                if !has_prompt && session.in_flight() == 0 && self.has_room(index, total) {
+                    has_prompt = true;
+                    rows.push((index, Input::Tokens(self.next_chunk(index))));
                 }
                 continue;
             }
@@ -361,12 +362,6 @@ impl Engine {
             {
                 rows.push((index, input));
             }
-        }
-        if let Some(index) = prompt
-            && rows.len() < self.caps().max_rows
-            && self.has_room(index, self.running[index].job.prompt.ids.len())
-        {
-            rows.push((index, Input::Tokens(self.next_chunk(index))));
         }
         rows
     }
@@ -462,10 +457,9 @@ impl Engine {
                 self.mask(ticket, row, *index);
             }
         }
-        // The next step begins with another prompt.
-        if let Some((index, Input::Tokens(_))) = rows.last() {
-            let turn = self.running.remove(*index);
-            self.running.push(turn);
+        // Those who had a row come behind those who had none.
+        if let Some(flight) = self.in_flight.back() {
+            self.running.sort_by_key(|running| flight.rows.contains(&running.job.id));
         }
         true
     }

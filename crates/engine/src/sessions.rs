@@ -157,6 +157,9 @@ impl Sessions {
     /// Writes the parked sessions to the disk, as far as there is one, and frees them.
     pub(crate) fn clear(&mut self, backend: &mut dyn Backend) {
         while self.evict(backend, None) {}
+        if let Some(store) = &mut self.store {
+            store.finish();
+        }
     }
 
     fn capacity(&self, caps: &Caps, tokens: usize, longest: usize) -> usize {

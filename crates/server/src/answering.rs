@@ -99,14 +99,16 @@ fn constraint(
     };
     let grammar = match (forced, schema, tools) {
         (Some(only), _, tools) => {
-            let calls = shared.grammars()?.calls(tools.unwrap_or(&Value::Null), only, several);
+            let calls = shared.grammars()?.calls(in_thinking, tools.unwrap_or(&Value::Null), only, several);
             Some(calls.map_err(wrong("tool_choice"))?)
         }
         (None, Some(schema), Some(tools)) if turn.tool_choice == ToolChoice::Auto => {
-            let either = shared.grammars()?.json_or_calls(&schema, tools, several);
+            let either = shared.grammars()?.json_or_calls(in_thinking, &schema, tools, several);
             Some(either.map_err(wrong("response_format"))?)
         }
-        (None, Some(schema), _) => Some(shared.grammars()?.json(&schema).map_err(wrong("response_format"))?),
+        (None, Some(schema), _) => {
+            Some(shared.grammars()?.json(in_thinking, &schema).map_err(wrong("response_format"))?)
+        }
         (None, None, _) => None,
     };
     if grammar.is_none() && turn.max_thinking_tokens.is_none() {

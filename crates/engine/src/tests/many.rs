@@ -104,6 +104,27 @@ fn prompts_take_turns() {
 }
 
 #[test]
+fn more_requests_than_rows_take_turns() {
+    for rows in [1, 2, 3] {
+        let backend = Scripted::new(Script::Hash, 2).with_rows(rows);
+        let mut engine = engine(backend, EngineOptions { running: 6, ..options() });
+        let ids: Vec<RequestId> =
+            (0..6).map(|seed| engine.submit(prompt(&words(seed, 20)), at_most(40)).unwrap()).collect();
+        let mut tokens = BTreeMap::<RequestId, usize>::new();
+        while !engine.is_idle() {
+            for (id, event) in engine.step() {
+                *tokens.entry(id).or_default() += usize::from(matches!(event, Ok(Event::Token(_))));
+            }
+            // Once all have begun none is far behind.
+            let counts: Vec<usize> = ids.iter().map(|id| tokens.get(id).copied().unwrap_or(0)).collect();
+            let (least, most) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
+            assert!(*most < 40 || *least > 25, "{rows} rows: {counts:?}");
+        }
+        assert!(ids.iter().all(|id| tokens[id] == 40));
+    }
+}
+
+#[test]
 fn what_does_not_fit_into_the_queue_is_refused_at_once() {
     let mut engine = engine(hashing(), EngineOptions { waiting: 2, ..options() });
     engine.submit(prompt("a"), at_most(1)).unwrap();
@@ -332,7 +353,8 @@ fn damaged_and_unfinished_files_are_never_used() {
     let [name] = &file()[..] else { panic!("one file") };
     let whole = std::fs::read(name).unwrap();
     type Damage = fn(&mut Vec<u8>);
-    let damages: [Damage; 6] = [
+    let damages: [Damage; 7] = [
+        |bytes| bytes.push(0),
         |bytes| bytes.truncate(10),
         |bytes| bytes.truncate(1000),
         |bytes| bytes.truncate(bytes.len() - 1),
