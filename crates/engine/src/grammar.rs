@@ -410,6 +410,32 @@ mod tests {
     }
 
     #[test]
+    fn a_call_without_arguments_closes_at_once() {
+        let grammars = grammars();
+        for parameters in [
+            json!(null),
+            json!({}),
+            json!({"type": "object", "properties": {}}),
+            json!({"type": "object", "properties": {}, "required": null}),
+            json!({"type": "object", "properties": null, "required": [], "additionalProperties": false}),
+        ] {
+            let tools =
+                json!([{"type": "function", "function": {"name": "now", "parameters": parameters, "strict": true}}]);
+            let takes = |text: &str| {
+                let grammar = grammars.calls(false, &tools, None, false).unwrap();
+                takes(&mut *grammars.constraint(false, None, Some(grammar)).unwrap(), text)
+            };
+            assert!(takes("<tool_call>\n<function=now>\n</function>\n</tool_call>"), "{parameters}");
+            for space in ["\n", "\t", " "] {
+                assert!(
+                    !takes(&format!("<tool_call>\n<function=now>\n{space}</function>\n</tool_call>")),
+                    "{parameters}"
+                );
+            }
+        }
+    }
+
+    #[test]
     fn the_grammar_begins_behind_the_think_block() {
         let grammars = grammars();
         let object = || Some(grammars.json(true, &json!({"type": "object"})).unwrap());

@@ -174,7 +174,9 @@ impl Store {
 
     fn note_finished(&mut self, file: &Path, result: io::Result<()>) {
         match result {
-            Ok(()) => self.entries.iter_mut().filter(|entry| entry.file == file).for_each(|entry| entry.finished = true),
+            Ok(()) => {
+                self.entries.iter_mut().filter(|entry| entry.file == file).for_each(|entry| entry.finished = true)
+            }
             Err(error) => {
                 tracing::warn!("a session could not be stored: {error}");
                 self.entries.retain(|entry| entry.file != file);

@@ -82,7 +82,7 @@ struct Whole {
 async fn collect(mut stream: TurnStream) -> Result<Whole, TurnError> {
     let mut whole = Whole::default();
     while let Some(event) = stream.recv().await {
-        match event? {
+        match event.event? {
             TurnEvent::Reasoning(text) => whole.reasoning += &text,
             TurnEvent::Content(text) => whole.content += &text,
             TurnEvent::CallBegun { name, .. } => whole.calls.push((name, String::new())),
@@ -247,7 +247,7 @@ async fn a_client_that_leaves_frees_its_place() {
         let mut stream = service.start(ask("a")).await.unwrap();
         let mut seen = 0;
         while seen < tokens {
-            seen += usize::from(matches!(stream.recv().await.unwrap().unwrap(), TurnEvent::Content(_)));
+            seen += usize::from(matches!(stream.recv().await.unwrap().event.unwrap(), TurnEvent::Content(_)));
         }
         drop(stream);
         until(|| service.in_progress() == 0 && !running(&service)).await;
@@ -259,13 +259,13 @@ async fn more_than_the_queue_holds_are_told_to_come_again() {
     let service =
         service_with(&slow(), EngineOptions { running: 1, waiting: 1, ..options() }, ServiceSettings::default());
     let mut first = service.start(ask("a")).await.unwrap();
-    while !matches!(first.recv().await.unwrap().unwrap(), TurnEvent::Content(_)) {}
+    while !matches!(first.recv().await.unwrap().event.unwrap(), TurnEvent::Content(_)) {}
     let second = service.start(ask("b")).await.unwrap();
     let third = service.start(ask("c")).await;
     assert!(matches!(third, Err(TurnError::Busy { retry_after }) if retry_after >= Duration::from_secs(1)));
     drop(first);
     let mut second = second;
-    while !matches!(second.recv().await.unwrap().unwrap(), TurnEvent::Content(_)) {}
+    while !matches!(second.recv().await.unwrap().event.unwrap(), TurnEvent::Content(_)) {}
 }
 
 #[tokio::test]

@@ -253,6 +253,31 @@ fn snapshots_count_for_the_memory() {
 }
 
 #[test]
+fn five_hundred_requests_keep_within_the_memory() {
+    const MEMORY: usize = 8000;
+    // A state takes 1000 for its tokens and 100 beside them, a snapshot 100.
+    let sessions = SessionOptions { most: 64, memory: Some(MEMORY), ..options().sessions };
+    let backend = hashing().with_memory(1 << 20).with_state_bytes(100);
+    let mut engine = engine(backend, EngineOptions { sessions, waiting: 500, ..options() });
+    for n in 0..500 {
+        let (seed, length) = (n * n % 23, 20 + n * 37 % 400);
+        let asked = Prompt { branches: vec![length / 3, length / 2], ..prompt(&words(seed, length)) };
+        engine.submit(asked, at_most(1 + n % 9)).unwrap();
+    }
+    let mut ended = 0;
+    while !engine.is_idle() {
+        ended += engine.step().iter().filter(|(_, event)| matches!(event, Ok(Event::Finished(_)))).count();
+        let memory = engine.memory();
+        let used = memory.states * 1100 + memory.snapshots * 100;
+        assert!(used <= MEMORY, "{} states, {} snapshots", memory.states, memory.snapshots);
+    }
+    assert_eq!(ended, 500);
+    assert!(engine.status().cache.hits > 100 && engine.status().cache.evictions > 100);
+    engine.clear_cache();
+    assert_eq!((engine.memory().states, engine.memory().snapshots), (0, 0));
+}
+
+#[test]
 fn a_device_error_fails_the_requests_of_its_step_and_no_others() {
     let mut engine = engine(hashing().failing_at(6), EngineOptions { running: 2, ..options() });
     for text in ["one", "two", "six"] {
