@@ -4,6 +4,9 @@
 //! A step has a row for each answer that can go on, and at most one chunk of one prompt, so that a long prompt delays the others
 //! by one chunk at a time. Prompts take turns, and so do all where there are more than a step has rows. Where a chunk ends depends on
 //! the prompt and on the engine's options alone, never on the other requests, so that an answer does not depend on them either.
+//!
+//! What a request in progress has read is shared, as what is parked is: a prompt with the same beginning waits until it is read, and goes
+//! on from a copy.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,13 +17,17 @@ use crate::error::{EngineError, Result};
 use crate::generation::{Event, FinishReason, Generation};
 use crate::job::{Happened, Job};
 use crate::request::{GenerateRequest, MAX_LOGPROBS, RequestId};
-use crate::session::Session;
+use crate::session::{Session, common_length};
 use crate::sessions::{CacheCounts, Found, SessionOptions, Sessions};
 use crate::text::{Prompt, TextModel};
 
 /// Steps in flight while decoding, where the backend overlaps them: the device runs one while the tokens of the one
 /// before are looked at. More would only waste more steps at the end.
 const STEPS_IN_FLIGHT: usize = 2;
+
+/// A request waits for another one's prompt, or takes a copy of its session, if that saves this many tokens: both hold up the others
+/// for a step.
+const WORTH_SHARING: usize = 256;
 
 /// Added to a logit, excludes it: far below every logit and bias, and finite after division by any temperature.
 const EXCLUDED: f32 = -1e9;
@@ -320,19 +327,74 @@ impl Engine {
             self.land();
             self.release();
         }
-        while self.running.len() < self.options.running
-            && let Some(mut job) = self.waiting.pop_front()
-        {
-            let in_use = self.in_use();
-            match self.sessions.find(self.backend.as_mut(), &job.prompt.ids, job.longest(), in_use) {
+        let mut index = 0;
+        while self.running.len() < self.options.running && index < self.waiting.len() {
+            if self.is_being_read(&self.waiting[index].prompt.ids) {
+                index += 1;
+                continue;
+            }
+            let Some(mut job) = self.waiting.remove(index) else { return };
+            let found = match self.share(&job) {
+                Some((session, cached_tokens)) => Ok(Found::Session(session, cached_tokens)),
+                None => {
+                    let in_use = self.in_use();
+                    self.sessions.find(self.backend.as_mut(), &job.prompt.ids, job.longest(), in_use)
+                }
+            };
+            match found {
                 Ok(Found::Session(session, cached_tokens)) => {
                     self.events.push((job.id, Ok(job.begin(cached_tokens))));
                     self.running.push(Running { job, session, lost: false });
                 }
-                Ok(Found::Later) => return self.waiting.push_front(job),
+                Ok(Found::Later) => return self.waiting.insert(index, job),
                 Err(error) => self.events.push((job.id, Err(error))),
             }
         }
+    }
+
+    /// Whether a request in progress is about to read more of a prompt than any other session has.
+    fn is_being_read(&self, prompt: &[u32]) -> bool {
+        let (mut known, mut coming) = (self.sessions.reusable(prompt), 0);
+        for running in self.running.iter().filter(|running| !running.lost) {
+            let will = self.will_share(&running.job.prompt, prompt);
+            if !running.job.is_over() && running.session.position() < will {
+                coming = coming.max(will);
+            } else {
+                known = known.max(running.session.reusable(prompt));
+            }
+        }
+        coming >= known + WORTH_SHARING
+    }
+
+    /// How much of `prompt` a session will have at a snapshot once it has read another prompt.
+    fn will_share(&self, other: &Prompt, prompt: &[u32]) -> usize {
+        let common = common_length(&other.ids, &prompt[..prompt.len() - 1]);
+        let branch = other.branches.iter().copied().rfind(|branch| *branch <= common).unwrap_or(0);
+        // The whole of a prompt is no place to keep a snapshot at.
+        branch.max(common.min(other.ids.len() - 1) / self.snapshot_every() * self.snapshot_every())
+    }
+
+    /// A copy of what a request in progress has of a prompt, if that is worth it.
+    fn share(&mut self, job: &Job) -> Option<(Session, usize)> {
+        let prompt = &job.prompt.ids;
+        let reusable = |running: &Running| if running.lost { 0 } else { running.session.reusable(prompt) };
+        let nearest = (0..self.running.len()).max_by_key(|index| reusable(&self.running[*index]))?;
+        let worth = self.sessions.reusable(prompt) + WORTH_SHARING;
+        if reusable(&self.running[nearest]) < worth {
+            return None;
+        }
+        // No step may be on its way.
+        while self.running[nearest].session.in_flight() > 0 {
+            self.land();
+        }
+        let cached_tokens = reusable(&self.running[nearest]);
+        if cached_tokens < worth {
+            return None;
+        }
+        let in_use = self.in_use();
+        let session = &self.running[nearest].session;
+        let copy = self.sessions.copy(self.backend.as_mut(), session, job.longest(), cached_tokens, in_use);
+        copy.map(|session| (session, cached_tokens))
     }
 
     /// The rows of the next step: which request feeds what.
@@ -413,6 +475,10 @@ impl Engine {
         let branch = job.prompt.branches.iter().copied().find(|branch| *branch > start).unwrap_or(total);
         let end = total.min(branch).min((start / self.chunk() + 1) * self.chunk());
         job.prompt.ids[start..end].to_vec()
+    }
+
+    fn snapshot_every(&self) -> usize {
+        self.options.snapshot_every.next_multiple_of(self.chunk())
     }
 
     fn chunk(&self) -> usize {
@@ -513,7 +579,7 @@ impl Engine {
 
     /// More of a prompt is in its state: keeps a snapshot if later prompts may come back here.
     fn chunk_landed(&mut self, index: usize) {
-        let every = self.options.snapshot_every.next_multiple_of(self.chunk());
+        let every = self.snapshot_every();
         let in_use = self.in_use();
         let Running { job, session, .. } = &mut self.running[index];
         let (done, total) = (session.position(), job.prompt.ids.len());

@@ -34,6 +34,27 @@ pub trait Surface: Send + Unpin + 'static {
     fn failed(&mut self, error: &ApiError, out: &mut Frames);
 }
 
+/// An event but for one value in it, already written: what is the same in every part of an answer.
+#[derive(Clone, Debug)]
+pub struct Around {
+    before: String,
+    behind: String,
+}
+
+impl Around {
+    /// `data` gives the event with a value in it.
+    pub fn of(data: impl Fn(Value) -> Value) -> Around {
+        let mut frames = Frames::default();
+        frames.data(&data(Value::String(Around::PLACE.to_owned())));
+        let text = String::from_utf8_lossy(&frames.0);
+        // Names that clients chose come before the value: the last place is the right one.
+        let (before, behind) = text.rsplit_once(&format!("\"{}\"", Around::PLACE)).unwrap_or_default();
+        Around { before: before.to_owned(), behind: behind.to_owned() }
+    }
+
+    const PLACE: &str = "<value>";
+}
+
 /// Events that are written and not yet sent.
 #[derive(Debug, Default)]
 pub struct Frames(Vec<u8>);
@@ -45,6 +66,14 @@ impl Frames {
         // Writing to memory does not fail, and neither does a value whose keys are strings.
         let _ = serde_json::to_writer(&mut self.0, data);
         self.text("\n\n");
+    }
+
+    /// An event without a name: `part` with this in its place.
+    pub fn data_within(&mut self, part: &Around, inner: &Value) {
+        self.text(&part.before);
+        // Does not fail, as in `data`.
+        let _ = serde_json::to_writer(&mut self.0, inner);
+        self.text(&part.behind);
     }
 
     /// An event whose name is the `type` of its data.
