@@ -113,10 +113,10 @@ impl Grammars {
     /// `answer`: the rule of the answer, and all that it refers to.
     fn build(&self, in_thinking: bool, answer: &str) -> Result<Grammar, String> {
         let lark = format!("start: {} {answer}", if in_thinking { BEHIND_THINKING } else { "" });
-        let parser = self.factory.create_parser(TopLevelGrammar::from_lark(lark)).map_err(words_of)?;
-        let matcher = Matcher::new(Ok(parser));
+        let parser = self.factory.create_parser(TopLevelGrammar::from_lark(lark));
+        let matcher = Matcher::new(Ok(parser.map_err(|error| reason_of(&words_of(error)))?));
         match matcher.get_error() {
-            Some(error) => Err(error),
+            Some(error) => Err(reason_of(&error)),
             None => Ok(Grammar(matcher)),
         }
     }
@@ -146,6 +146,12 @@ impl Grammars {
 
 fn words_of(error: impl std::fmt::Display) -> String {
     error.to_string()
+}
+
+/// What is wrong with a schema, without the grammar that it became a part of.
+fn reason_of(error: &str) -> String {
+    let line = error.lines().next().unwrap_or_default();
+    line.split_once("JSON schema: ").map_or(line, |(_, reason)| reason).to_owned()
 }
 
 /// A schema as a Lark term.
@@ -354,7 +360,7 @@ mod tests {
         // Without end it could go on like this.
         assert!(!takes_json(json!({"type": "object"}), &format!("{{{}}}", "\n".repeat(100))));
         assert!(grammars().json(false, &json!("text")).is_err());
-        assert!(grammars().json(false, &json!({"type": "whatever"})).is_err());
+        assert_eq!(grammars().json(false, &json!({"type": "whatever"})).err().unwrap(), "Invalid type: whatever");
     }
 
     fn tools() -> Value {

@@ -14,7 +14,11 @@ use lily_server::script::{Script, ScriptBackend};
 use lily_server::service::{Service, ServiceSettings};
 use lily_server::turn::{Format, Input, ToolChoice, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest};
 use lily_server::turns::{Readiness, TurnStream, Turns};
+use lily_server::{Router, Settings, life};
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
 
 /// The demo checkpoint's text side.
 fn text() -> Arc<TextModel> {
@@ -341,6 +345,56 @@ async fn turns_are_not_mixed_up() {
     for (n, turn) in turns.into_iter().enumerate() {
         assert_eq!(turn.await.unwrap(), format!("answer {} ", n % 20).repeat(20));
     }
+}
+
+/// The body of the answer to a POST on a connection that stays open, as it comes.
+async fn post(connection: &mut TcpStream, body: &Value) -> String {
+    let body = body.to_string();
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json";
+    let request = format!("{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    connection.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    while !answer.ends_with("\r\n0\r\n\r\n") && !answer.ends_with('}') {
+        let mut piece = [0; 4096];
+        let length = connection.read(&mut piece).await.unwrap();
+        assert!(length > 0, "{answer}");
+        answer.push_str(std::str::from_utf8(&piece[..length]).unwrap());
+    }
+    answer
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_token_is_timed_once_to_its_connection() {
+    let turns: Arc<dyn Turns> = Arc::new(service(&line("A fox sang. A hen sang.")));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let router = lily_server::router(Arc::clone(&turns), Settings::default(), Router::new());
+    let (stop, stopped) = oneshot::channel::<()>();
+    let until = async {
+        let _ = stopped.await;
+    };
+    let server = tokio::spawn(life::serve(Arc::clone(&turns), router, listener, Duration::from_secs(5), until));
+    let timed = || {
+        let metrics = turns.metrics();
+        let line = metrics.lines().find_map(|line| line.strip_prefix("lily_token_to_socket_seconds_count "));
+        line.unwrap().parse::<usize>().unwrap()
+    };
+    let mut connection = TcpStream::connect(address).await.unwrap();
+    let body = json!({"messages": [{"role": "user", "content": "Hi"}], "enable_thinking": false, "stream": true});
+    let mut seen = 0;
+    for _ in 0..3 {
+        let streamed = post(&mut connection, &body).await;
+        seen += streamed.matches("{\"content\":\"").count();
+        assert!(seen > 0, "{streamed}");
+        assert_eq!(timed(), seen);
+        // A whole answer is none of the stream before it.
+        let whole = post(&mut connection, &json!({"messages": body["messages"], "enable_thinking": false})).await;
+        assert!(whole.contains("A fox sang."), "{whole}");
+        assert_eq!(timed(), seen);
+    }
+    drop(connection);
+    stop.send(()).unwrap();
+    server.await.unwrap().unwrap();
 }
 
 #[tokio::test]
