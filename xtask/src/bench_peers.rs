@@ -204,7 +204,7 @@ impl<'a> Pair<'a> {
 }
 
 /// The release build that `cargo xtask` itself would use.
-fn build_lily() -> Result<PathBuf> {
+pub fn build_lily() -> Result<PathBuf> {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--release", "--package", "lily-cli"]).current_dir(crate::root());
     ensure!(cargo.status().context("cannot run cargo")?.success(), "lily does not build");

@@ -2,6 +2,7 @@
 
 mod aarch64;
 mod darwin;
+mod mach_o;
 mod markdown;
 
 use std::path::Path;
@@ -12,7 +13,7 @@ use clap::{CommandFactory, ValueEnum};
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Only these, in this order.
+    /// Only these, in this order; without any, all but the last.
     #[arg(value_enum)]
     stages: Vec<Stage>,
 }
@@ -33,10 +34,18 @@ enum Stage {
     Aarch64,
     /// The workspace for a Mac: lints against Apple's interfaces. Says if it lacks a standard library.
     Darwin,
+    /// The binary for a Mac, linked against stub libraries; some minutes. Says what it lacks.
+    MachO,
+}
+
+impl Stage {
+    /// Those that run when none is named.
+    const USUAL: [Stage; 7] =
+        [Stage::Fmt, Stage::Clippy, Stage::Test, Stage::Doc, Stage::Markdown, Stage::Aarch64, Stage::Darwin];
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    let stages = if args.stages.is_empty() { Stage::value_variants() } else { &args.stages };
+    let stages = if args.stages.is_empty() { &Stage::USUAL[..] } else { &args.stages };
     for stage in stages {
         eprintln!("check: {stage:?}");
         match stage {
@@ -53,6 +62,7 @@ pub fn run(args: &Args) -> Result<()> {
             Stage::Markdown => markdown()?,
             Stage::Aarch64 => aarch64::run()?,
             Stage::Darwin => darwin::run()?,
+            Stage::MachO => mach_o::run()?,
         }
     }
     Ok(())

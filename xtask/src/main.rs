@@ -4,6 +4,7 @@ mod bench_peers;
 mod check;
 mod cubins;
 mod goldens;
+mod soak;
 mod standin;
 mod synth;
 mod tokenizer;
@@ -24,6 +25,8 @@ enum Command {
     Cubins(cubins::Args),
     /// Make the wide checkpoint and its goldens with mlx-lm, which the ignored golden tests need.
     Goldens(goldens::Args),
+    /// Hold random conversations with `lily serve` for some minutes; every answer is checked against a server that caches nothing.
+    Soak(soak::Args),
     /// Write the byte-level tokenizer and chat template of the tiny checkpoint.
     Standin(standin::Args),
     /// Write a checkpoint of random weights in the published format.
@@ -38,6 +41,7 @@ fn main() -> anyhow::Result<()> {
         Command::Check(args) => check::run(&args),
         Command::Cubins(args) => cubins::run(&args),
         Command::Goldens(args) => goldens::run(&args),
+        Command::Soak(args) => soak::run(&args),
         Command::Standin(args) => standin::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Tokenizer(args) => tokenizer::run(&args),

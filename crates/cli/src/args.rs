@@ -53,6 +53,17 @@ pub enum BackendName {
     Reference,
 }
 
+impl BackendName {
+    /// As `--backend` takes it.
+    pub fn name(self) -> String {
+        value_name(self)
+    }
+}
+
+fn value_name(value: impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
 /// Element types of the KV cache by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum KvType {
@@ -63,6 +74,11 @@ pub enum KvType {
 }
 
 impl KvType {
+    /// As `--kv` takes it.
+    pub fn name(self) -> String {
+        value_name(self)
+    }
+
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use lily_backend::{Backend, Input, Row, RowOutput, StageOutput, Step, Want};
+use anyhow::Context as _;
+use lily_backend::{Backend, Input, Row, RowOutput, StageOutput, StateId, Step, Want};
 use lily_cpu::{CpuBackend, KvDtype, LoadOptions};
 use lily_cuda::CudaBackend;
 use lily_model::{Checkpoint, Shape, Source};
@@ -11,14 +12,6 @@ use lily_reference::{Logits, Reference};
 use crate::args::{BackendName, DeviceArgs, KvType, ModelArgs};
 use crate::exit::Usage;
 use crate::output::{bytes, grouped};
-
-/// Logits of every token, and the stages if they were asked for.
-pub struct Forward {
-    /// `[tokens, vocab]`.
-    pub logits: Vec<f32>,
-    /// In the order of the forward pass.
-    pub trace: Vec<StageOutput>,
-}
 
 /// Loads the chosen backend with room for the chosen context.
 pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box<dyn Backend>> {
@@ -56,10 +49,11 @@ pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>) -> anyhow::Result<Box
             };
             Ok(lily_metal::load(&checkpoint, &options)?)
         }
-        BackendName::Reference => {
-            Err(Usage("the reference only computes logits: use it with `lily logits` or `lily inspect --diff`".into())
-                .into())
-        }
+        BackendName::Reference => Err(Usage(
+            "the reference only computes logits: use it with `lily logits`, `lily eval text` or `lily inspect --diff`"
+                .into(),
+        )
+        .into()),
     }
 }
 
@@ -90,33 +84,129 @@ fn load_cuda(args: &ModelArgs, checkpoint: Arc<Checkpoint>, device: usize) -> an
     Ok(Box::new(CudaBackend::load(checkpoint, &options)?))
 }
 
-/// One forward pass over `ids` from an empty state.
-pub fn forward(args: &ModelArgs, checkpoint: Checkpoint, ids: &[u32], trace: bool) -> anyhow::Result<Forward> {
-    if args.device.backend == BackendName::Reference {
-        return Ok(reference_forward(&checkpoint, ids, trace));
-    }
-    let args = ModelArgs { ctx: Some(args.ctx.unwrap_or(ids.len())), ..args.clone() };
-    let mut backend = load(&args, Arc::new(checkpoint))?;
-    if ids.len() > backend.caps().max_context {
-        return Err(Usage(format!(
-            "{} token ids do not fit into a context of {}",
-            ids.len(),
-            backend.caps().max_context
-        ))
-        .into());
-    }
-    let state = backend.new_state(ids.len())?;
-    let mut out = Forward { logits: Vec::new(), trace: Vec::new() };
-    for chunk in ids.chunks(backend.caps().max_chunk) {
-        let row = Row { state, input: Input::Tokens(chunk.to_vec()), want: Want::AllLogits };
-        let ticket = backend.submit(Step { rows: vec![row], trace })?;
-        let output = backend.wait(ticket)?;
-        if let Some(RowOutput::Logits(logits)) = output.rows.into_iter().next() {
-            out.logits.extend(logits);
+/// What a forward pass gives.
+#[derive(Default)]
+pub struct Outputs {
+    /// `[tokens, vocab]`.
+    pub logits: Vec<f32>,
+    /// The stages, if they were asked for, in the order of the forward pass.
+    pub trace: Vec<StageOutput>,
+}
+
+/// What is wanted of a forward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// The state alone.
+    Nothing,
+    /// The logits of every token.
+    Logits,
+    /// They and the stages.
+    Stages,
+}
+
+/// A device or the reference, with one state: tokens in, logits out.
+pub struct Forward(Loaded);
+
+enum Loaded {
+    Device { backend: Box<dyn Backend>, state: Option<StateId> },
+    Reference { checkpoint: Arc<Checkpoint>, state: lily_reference::State },
+}
+
+impl Forward {
+    /// Loads the chosen one with room for `longest` tokens, or as many as `--ctx` says.
+    pub fn load(args: &ModelArgs, checkpoint: Arc<Checkpoint>, longest: usize) -> anyhow::Result<Forward> {
+        if args.device.backend == BackendName::Reference {
+            let state = Reference::new(&checkpoint).new_state();
+            return Ok(Forward(Loaded::Reference { checkpoint, state }));
         }
-        merge_trace(&mut out.trace, output.trace);
+        let args = ModelArgs { ctx: Some(args.ctx.unwrap_or(longest)), ..args.clone() };
+        Ok(Forward(Loaded::Device { backend: load(&args, checkpoint)?, state: None }))
     }
-    Ok(out)
+
+    /// The device in words.
+    pub fn name(&self) -> &str {
+        match &self.0 {
+            Loaded::Device { backend, .. } => &backend.caps().name,
+            Loaded::Reference { .. } => "reference",
+        }
+    }
+
+    /// The same with the element type of its KV cache, where there is a choice.
+    pub fn describe(&self, kv: KvType) -> String {
+        match &self.0 {
+            Loaded::Device { backend, .. } => format!("{}, KV cache in {}", backend.caps().name, kv.name()),
+            Loaded::Reference { .. } => self.name().into(),
+        }
+    }
+
+    /// Most tokens that can be fed at once.
+    pub fn max_chunk(&self) -> usize {
+        match &self.0 {
+            Loaded::Device { backend, .. } => backend.caps().max_chunk,
+            Loaded::Reference { .. } => usize::MAX,
+        }
+    }
+
+    /// Begins anew with room for so many tokens.
+    pub fn start(&mut self, tokens: usize) -> anyhow::Result<()> {
+        match &mut self.0 {
+            Loaded::Device { backend, state } => {
+                let most = backend.caps().max_context;
+                if tokens > most {
+                    return Err(Usage(format!("{tokens} token ids do not fit into a context of {most}")).into());
+                }
+                if let Some(state) = state.take() {
+                    backend.free_state(state)?;
+                }
+                *state = Some(backend.new_state(tokens)?);
+            }
+            Loaded::Reference { checkpoint, state } => *state = Reference::new(checkpoint).new_state(),
+        }
+        Ok(())
+    }
+
+    /// Feeds tokens, at most [`Forward::max_chunk`].
+    pub fn feed(&mut self, ids: &[u32], wanted: Wanted) -> anyhow::Result<Outputs> {
+        match &mut self.0 {
+            Loaded::Device { backend, state } => {
+                let state = state.context("no state was started")?;
+                let want = if wanted == Wanted::Nothing { Want::Nothing } else { Want::AllLogits };
+                let row = Row { state, input: Input::Tokens(ids.to_vec()), want };
+                let ticket = backend.submit(Step { rows: vec![row], trace: wanted == Wanted::Stages })?;
+                let output = backend.wait(ticket)?;
+                let logits = match output.rows.into_iter().next() {
+                    Some(RowOutput::Logits(logits)) => logits,
+                    _ => Vec::new(),
+                };
+                Ok(Outputs { logits, trace: output.trace })
+            }
+            Loaded::Reference { checkpoint, state } => {
+                let reference = Reference::new(checkpoint);
+                let logits = |state, want| reference.forward(state, ids, want);
+                Ok(match wanted {
+                    Wanted::Nothing => Outputs { logits: logits(state, Logits::Nothing), ..Outputs::default() },
+                    Wanted::Logits => Outputs { logits: logits(state, Logits::All), ..Outputs::default() },
+                    Wanted::Stages => {
+                        let (logits, trace) = reference.traced(state, ids);
+                        Outputs { logits, trace: trace.stages }
+                    }
+                })
+            }
+        }
+    }
+}
+
+/// One forward pass over `ids` from an empty state.
+pub fn forward(args: &ModelArgs, checkpoint: Checkpoint, ids: &[u32], trace: bool) -> anyhow::Result<Outputs> {
+    let mut forward = Forward::load(args, Arc::new(checkpoint), ids.len())?;
+    forward.start(ids.len())?;
+    let mut all = Outputs::default();
+    for chunk in ids.chunks(forward.max_chunk()) {
+        let outputs = forward.feed(chunk, if trace { Wanted::Stages } else { Wanted::Logits })?;
+        all.logits.extend(outputs.logits);
+        merge_trace(&mut all.trace, outputs.trace);
+    }
+    Ok(all)
 }
 
 /// Appends the stages of a later chunk to those of the earlier ones.
@@ -129,23 +219,13 @@ fn merge_trace(all: &mut Vec<StageOutput>, chunk: Vec<StageOutput>) {
     }
 }
 
-fn reference_forward(checkpoint: &Checkpoint, ids: &[u32], trace: bool) -> Forward {
-    let reference = Reference::new(checkpoint);
-    let mut state = reference.new_state();
-    if trace {
-        let (logits, trace) = reference.traced(&mut state, ids);
-        return Forward { logits, trace: trace.stages };
-    }
-    Forward { logits: reference.forward(&mut state, ids, Logits::All), trace: Vec::new() }
-}
-
 /// What each device says of itself for this checkpoint: its name with the kernel path, or why it cannot run it.
 pub fn probe(args: &ModelArgs, checkpoint: &Arc<Checkpoint>) -> Vec<String> {
-    let describe = |device: ModelArgs| match load(&device, Arc::clone(checkpoint)) {
+    let describe = |device| match load(&args.on(device), Arc::clone(checkpoint)) {
         Ok(backend) => backend.caps().name.clone(),
         Err(error) => format!("{error:#}"),
     };
-    vec![describe(args.on(BackendName::Cpu)), describe(args.on(BackendName::Cuda))]
+    ALL.map(describe).to_vec()
 }
 
 /// The devices that a build for this machine can have, the slowest first.
@@ -177,7 +257,10 @@ fn metal_kv(kv: KvType) -> lily_metal::KvDtype {
 
 /// Threads of this machine that the chosen device works with.
 pub fn threads(args: &DeviceArgs) -> usize {
-    args.threads.unwrap_or_else(lily_cpu::default_threads)
+    match args.backend {
+        BackendName::Reference => 1,
+        _ => args.threads.unwrap_or_else(lily_cpu::default_threads),
+    }
 }
 
 fn kv_dtype(kv: KvType) -> KvDtype {

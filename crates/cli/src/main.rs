@@ -6,6 +6,7 @@ mod bench;
 mod chat;
 mod checkpoint;
 mod devices;
+mod eval;
 mod exit;
 mod inspect;
 mod logits;
@@ -44,6 +45,8 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// Measure prefill and decode speed, memory bandwidth and memory.
     Bench(Box<bench::BenchArgs>),
+    /// Measure quality: perplexity, agreement of backends, answers to tasks, recall from long contexts.
+    Eval(Box<eval::EvalArgs>),
     /// Write the logits of given token ids to a safetensors file.
     Logits(logits::LogitsArgs),
     /// Check that the devices of this machine compute what they should; prints a report to send.
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::serve(&args),
         Command::Inspect(args) => inspect::inspect(args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Eval(args) => eval::eval(*args),
         Command::Logits(args) => logits::logits(args),
         Command::Selftest(args) => selftest::selftest(&args),
         Command::Pull(args) => pull::pull(&args),

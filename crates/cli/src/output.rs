@@ -2,6 +2,8 @@
 
 use std::io::{IsTerminal, Write};
 
+use indicatif::{ProgressBar, ProgressStyle};
+
 /// A number of bytes in decimal units, like `19.5 GB`.
 pub fn bytes(n: usize) -> String {
     const UNITS: [&str; 4] = ["kB", "MB", "GB", "TB"];
@@ -28,6 +30,16 @@ pub fn grouped(n: usize) -> String {
         out.push(digit);
     }
     out
+}
+
+/// A bar for work that takes long; invisible where stderr is no terminal.
+pub fn progress(work: &str, unit: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template(&format!("{work} {{bar:30}} {{pos}}/{{len}} {unit}, {{eta}} left"));
+    let bar = ProgressBar::no_length();
+    if let Ok(style) = style {
+        bar.set_style(style);
+    }
+    bar
 }
 
 /// Writes thinking apart from the answer: dimmed on a terminal.

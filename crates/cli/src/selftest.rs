@@ -59,7 +59,7 @@ pub fn selftest(args: &SelftestArgs) -> anyhow::Result<()> {
         match devices::load(&model, Arc::new(checkpoint::demo()?)) {
             Ok(device) => println!("\ndevice   {}", device.caps().name),
             Err(reason) => {
-                println!("\nfallback {} is not used: {reason:#}", backend_name(backend));
+                println!("\nfallback {} is not used: {reason:#}", backend.name());
                 // Why a device that is there cannot be loaded is in its kernels.
                 report.kernels(&model);
                 if by_name {
@@ -76,16 +76,6 @@ pub fn selftest(args: &SelftestArgs) -> anyhow::Result<()> {
     match report.failures {
         0 => Ok(()),
         failures => bail!("{failures} of {} checks failed; please send this report as an issue", report.checks),
-    }
-}
-
-fn backend_name(backend: BackendName) -> &'static str {
-    match backend {
-        BackendName::Auto => "auto",
-        BackendName::Cpu => "cpu",
-        BackendName::Cuda => "cuda",
-        BackendName::Metal => "metal",
-        BackendName::Reference => "reference",
     }
 }
 

@@ -4,7 +4,6 @@ use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use indicatif::{ProgressBar, ProgressStyle};
 use lily_engine::{
     CancelToken, Engine, Event, FinishReason, Finished, GenerateRequest, Prompt, Reply, ReplyEvent, ReplyParser,
     Sampling, TextModel,
@@ -12,7 +11,7 @@ use lily_engine::{
 use serde_json::{Value, json};
 
 use crate::args::{ModelArgs, SamplingArgs};
-use crate::output::{Dimmed, bytes, grouped};
+use crate::output::{Dimmed, bytes, grouped, progress};
 use crate::{checkpoint, devices};
 
 /// A loaded model, for one conversation.
@@ -51,7 +50,7 @@ impl Talk {
             ..GenerateRequest::default()
         };
         let mut printer = Printer::new(prompt.in_thinking, tools);
-        let progress = prompt_progress();
+        let progress = progress("reading the prompt", "tokens");
         let mut finished = None;
         for event in self.engine.generate(prompt, request)? {
             match event? {
@@ -114,16 +113,6 @@ fn settings(args: &SamplingArgs) -> Sampling {
         logit_bias: (!args.logit_bias.is_empty()).then(|| args.logit_bias.clone()),
         seed: args.seed,
     }
-}
-
-/// A bar for reading a long prompt; invisible where stderr is no terminal.
-fn prompt_progress() -> ProgressBar {
-    let style = ProgressStyle::with_template("reading the prompt {bar:30} {pos}/{len} tokens, {eta} left");
-    let bar = ProgressBar::no_length();
-    if let Ok(style) = style {
-        bar.set_style(style);
-    }
-    bar
 }
 
 /// Streams an answer and keeps it.

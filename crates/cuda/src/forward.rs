@@ -46,7 +46,7 @@ impl Forward<'_> {
                 LayerMixer::Delta { project, vectors, out } => {
                     let tiles = k.sizes.projected_delta / TILE_ROWS;
                     k.norm_project(&pass, (*project, tiles), s.h, layer.mixer_norm, s.projected)?;
-                    k.delta_step(&pass, (s.run, delta, 1), s.projected, vectors, (s.mixed, s.squares))?;
+                    k.delta_step(&pass, (s.run, delta), s.projected, vectors, (s.mixed, s.squares))?;
                     k.delta_output(&pass, *out, s.mixed, s.squares, s.h)?;
                     delta += 1;
                 }
@@ -55,7 +55,7 @@ impl Forward<'_> {
                     let partials = (s.part_sums, s.part_values);
                     k.norm_project(&pass, (*project, tiles), s.h, layer.mixer_norm, s.projected)?;
                     k.attend(&pass, (s.run, attention, 1), (s.projected, s.turns), (*q_norm, *k_norm), partials)?;
-                    k.attend_combine(&pass, (s.run, 1), s.projected, partials, s.mixed)?;
+                    k.attend_combine(&pass, s.run, s.projected, partials, s.mixed)?;
                     k.attention_output(&pass, *out, s.mixed, s.h)?;
                     attention += 1;
                 }
@@ -85,8 +85,7 @@ impl Forward<'_> {
                 LayerMixer::Delta { project, vectors, out } => {
                     let x = FixedRows::at(s.fixed, rows, sizes.value_width);
                     k.rows_project(pass, (*project, sizes.projected_delta / TILE_ROWS), normed, rows, s.projected)?;
-                    k.delta_step(pass, (s.runs, delta, rows), s.projected, vectors, (s.mixed, s.squares))?;
-                    k.rows_fix(pass, (s.mixed, s.squares), rows, x)?;
+                    k.rows_delta_step(pass, (s.runs, delta, rows), s.projected, vectors, x)?;
                     k.rows_delta_output(pass, *out, x, rows, s.parts)?;
                     delta += 1;
                 }
@@ -94,8 +93,7 @@ impl Forward<'_> {
                     let x = FixedRows::at(s.fixed, rows, sizes.query_width);
                     k.rows_project(pass, (*project, sizes.projected_attention / TILE_ROWS), normed, rows, s.projected)?;
                     k.attend(pass, (s.runs, attention, rows), (s.projected, s.turns), (*q_norm, *k_norm), partials)?;
-                    k.attend_combine(pass, (s.runs, rows), s.projected, partials, s.mixed)?;
-                    k.rows_fix(pass, (s.mixed, Pointer::NULL), rows, x)?;
+                    k.rows_attend_combine(pass, (s.runs, rows), s.projected, partials, x)?;
                     k.rows_attention_output(pass, *out, x, rows, s.parts)?;
                     attention += 1;
                 }
@@ -115,10 +113,7 @@ impl Forward<'_> {
         k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, rows, (s.router, s.activation))?;
         k.rows_choose(pass, s.router, rows, &meetings)?;
         k.rows_up(pass, layer.experts_up, &meetings, normed, s.activation)?;
-        let x = FixedRows::at(s.fixed, rows, k.activation_width());
-        k.rows_fix(pass, (s.activation, Pointer::NULL), rows, x)?;
-        k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (x, rows), s.parts)?;
-        Ok(())
+        k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (s.activation, rows), s.parts)
     }
 
     /// All layers for up to [`ROWS`](crate::kernels::rows::ROWS) tokens of one row, whose ids are in the scratch memory: with the
@@ -150,7 +145,7 @@ impl Forward<'_> {
                     k.rows_project(pass, (*project, tiles), normed, tokens, s.projected)?;
                     k.attention_prepare(pass, at, s.projected, (*q_norm, *k_norm), s.queries)?;
                     k.attend_many(pass, at, s.queries, s.projected, s.mixed)?;
-                    k.rows_fix(pass, (s.mixed, Pointer::NULL), tokens, x)?;
+                    k.rows_fix(pass, s.mixed, tokens, x)?;
                     k.rows_attention_output(pass, *out, x, tokens, s.parts)?;
                     attention += 1;
                 }

@@ -69,7 +69,7 @@ fn phases_of_a_token() {
     });
     chain("delta step", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Delta { vectors, .. } => {
-            k.delta_step(pass, (s.run, index - index / 4, 1), s.projected, vectors, (s.mixed, s.squares)).map(|()| true)
+            k.delta_step(pass, (s.run, index - index / 4), s.projected, vectors, (s.mixed, s.squares)).map(|()| true)
         }
         LayerMixer::Attention { .. } => Ok(false),
     });
@@ -84,9 +84,7 @@ fn phases_of_a_token() {
         LayerMixer::Delta { .. } => Ok(false),
     });
     chain("attention, parts", &|pass, layer, _| match &layer.mixer {
-        LayerMixer::Attention { .. } => {
-            k.attend_combine(pass, (s.run, 1), s.projected, partials, s.mixed).map(|()| true)
-        }
+        LayerMixer::Attention { .. } => k.attend_combine(pass, s.run, s.projected, partials, s.mixed).map(|()| true),
         LayerMixer::Delta { .. } => Ok(false),
     });
     let (router, inner) = ((s.router, s.activation), (s.activation, s.shared));
@@ -111,7 +109,7 @@ fn phases_of_a_token() {
     chain("mixer, delta", &|pass, layer, index| match &layer.mixer {
         LayerMixer::Delta { project, vectors, out } => {
             k.norm_project(pass, (*project, deltas), s.h, layer.mixer_norm, s.projected)?;
-            k.delta_step(pass, (s.run, index - index / 4, 1), s.projected, vectors, (s.mixed, s.squares))?;
+            k.delta_step(pass, (s.run, index - index / 4), s.projected, vectors, (s.mixed, s.squares))?;
             k.delta_output(pass, *out, s.mixed, s.squares, s.shared).map(|()| true)
         }
         LayerMixer::Attention { .. } => Ok(false),
@@ -120,7 +118,7 @@ fn phases_of_a_token() {
         LayerMixer::Attention { project, q_norm, k_norm, out } => {
             k.norm_project(pass, (*project, attentions), s.h, layer.mixer_norm, s.projected)?;
             k.attend(pass, (s.run, index / 4, 1), (s.projected, s.turns), (*q_norm, *k_norm), partials)?;
-            k.attend_combine(pass, (s.run, 1), s.projected, partials, s.mixed)?;
+            k.attend_combine(pass, s.run, s.projected, partials, s.mixed)?;
             k.attention_output(pass, *out, s.mixed, s.shared).map(|()| true)
         }
         LayerMixer::Delta { .. } => Ok(false),

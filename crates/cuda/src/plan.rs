@@ -458,8 +458,8 @@ scratch! {
     projected: |s: S<'_>, tokens, _| 4 * tokens * s.projected_delta.max(s.projected_attention);
     /// A mixer's output before the output projection, `[tokens, width]`; where rows have one token each, their widths are padded.
     mixed: |s: S<'_>, tokens: usize, _| 4 * tokens * crate::kernels::padded(s.value_width).max(s.query_width);
-    /// Sums of squares of delta heads `[rows, value heads, 4]`, and room for heads that padding would have.
-    squares: |s: S<'_>, _, _| 16 * (ROWS * s.value_heads + 1);
+    /// Sums of squares of delta heads `[value heads, 4]`, and room for a head that padding would have.
+    squares: |s: S<'_>, _, _| 16 * (s.value_heads + 1);
     /// Inner values of experts `[rows, blocks, 256]`, each in whole blocks.
     activation: |s: S<'_>, _, _| 4 * 256 * ROWS * s.down_blocks();
     /// Maximum and sum of each part `[rows, query heads, parts]`.
@@ -477,10 +477,7 @@ scratch! {
     /// Router logits `[tokens, router rows]`.
     router: |s: S<'_>, tokens, _| 4 * tokens * s.router_rows;
     /// Fixed-point inputs of the widest linear.
-    fixed: |s: S<'_>, tokens, _| {
-        let wide = crate::kernels::FixedRows::bytes(tokens, s.hidden.max(s.value_width).max(s.query_width));
-        wide.max(crate::kernels::FixedRows::bytes(ROWS, 256 * s.down_blocks()))
-    };
+    fixed: |s: S<'_>, tokens, _| crate::kernels::FixedRows::bytes(tokens, s.hidden.max(s.value_width).max(s.query_width));
     /// Fixed-point inner values of the experts.
     fixed_inner: |s: S<'_>, tokens, _| {
         crate::kernels::FixedRows::bytes(tokens * s.top_k, s.expert_width).max(crate::kernels::FixedRows::bytes(tokens, s.shared_width))

@@ -2,7 +2,7 @@
 //! order in which they are applied. Everything is plain loops in f32; the point is to be read and to be right.
 //!
 //! [`golden`] reads the stored outputs of mlx-lm and compares logits with them, for the tests of this crate and of the
-//! backends.
+//! backends. [`quality`] says how likely a text is by given logits, and how far two engines' logits are apart.
 
 #![warn(missing_docs)]
 #![forbid(unsafe_code)]
@@ -10,6 +10,7 @@
 pub mod forward;
 pub mod golden;
 pub mod ops;
+pub mod quality;
 
 pub use forward::{LayerState, Logits, Reference, State, Trace};
 pub use ops::Ops;

@@ -5,29 +5,37 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-const TARGET: &str = "aarch64-apple-darwin";
+pub(super) const TARGET: &str = "aarch64-apple-darwin";
 /// Crates of the standard library that are built from source where the target has none.
 const STD: &str = "-Zbuild-std=core,alloc,std,panic_unwind,test";
+
+/// What to do where there is no standard library.
+pub(super) const NO_STD: &str = "no standard library, `rustup target add aarch64-apple-darwin` brings it, or its source as \
+                                 `rustup component add rust-src` and Debian's rust-src bring it";
 
 /// Checks, if the standard library for a Mac is there or can be built, and says if not.
 pub(super) fn run() -> Result<()> {
     let mut clippy = super::command(&["clippy", "--workspace", "--all-targets", "--target", TARGET]);
-    if !Path::new(&rustc(&["--print", "target-libdir", "--target", TARGET])?).exists() {
-        let Some(source) = std_source()? else {
-            eprintln!(
-                "check: Darwin NOT CHECKED: no standard library, `rustup target add {TARGET}` brings it, or its source as \
-                 `rustup component add rust-src` and Debian's rust-src bring it"
-            );
-            return Ok(());
-        };
-        // Building it is refused by stable without the first, and looked for elsewhere without the second.
-        clippy.arg(STD).env("RUSTC_BOOTSTRAP", "1").env("__CARGO_TESTS_ONLY_SRC_ROOT", source);
+    if !with_std(&mut clippy)? {
+        eprintln!("check: Darwin NOT CHECKED: {NO_STD}");
+        return Ok(());
     }
     let compiler = stand_in_compiler()?;
     clippy.env("CC_aarch64_apple_darwin", &compiler).env("AR_aarch64_apple_darwin", "true");
     super::succeed(clippy.args(["--", "-D", "warnings"]))?;
     eprintln!("check: Darwin linted");
     Ok(())
+}
+
+/// Has cargo build the standard library for a Mac if there is none; false if its source is not there either.
+pub(super) fn with_std(cargo: &mut Command) -> Result<bool> {
+    if Path::new(&rustc(&["--print", "target-libdir", "--target", TARGET])?).exists() {
+        return Ok(true);
+    }
+    let Some(source) = std_source()? else { return Ok(false) };
+    // Building it is refused by stable without the first, and looked for elsewhere without the second.
+    cargo.arg(STD).env("RUSTC_BOOTSTRAP", "1").env("__CARGO_TESTS_ONLY_SRC_ROOT", source);
+    Ok(true)
 }
 
 /// What rustc says.
@@ -53,10 +61,15 @@ fn stand_in_compiler() -> Result<PathBuf> {
     let path = crate::root().join("target/darwin-cc");
     std::fs::create_dir_all(crate::root().join("target"))?;
     std::fs::write(&path, "#!/bin/sh\nwhile [ $# -gt 0 ]; do [ \"$1\" = -o ] && : > \"$2\"; shift; done\n")?;
+    make_executable(&path)?;
+    Ok(path)
+}
+
+pub(super) fn make_executable(path: &Path) -> Result<()> {
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt;
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755))?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))?;
     }
-    Ok(path)
+    Ok(())
 }

@@ -5,6 +5,9 @@ use sysinfo::{CpuRefreshKind, MemoryRefreshKind, RefreshKind, System};
 
 use crate::devices;
 
+/// This program and its version.
+pub const ENGINE: &str = concat!("lily ", env!("CARGO_PKG_VERSION"));
+
 /// The commit this binary was built from, with `-dirty` if files differed from it; `None` outside a git repository.
 pub const COMMIT: Option<&str> = option_env!("LILY_COMMIT");
 

@@ -3,11 +3,11 @@
 //! - `contract`: what is measured; `measure`: one context by it; `stream`: the memory bandwidth it is compared with;
 //! - `machine`, `record`: what is kept; `report`, `plot`: what is shown.
 
-mod contract;
-mod machine;
+pub mod contract;
+pub mod machine;
 mod measure;
 mod plot;
-mod record;
+pub mod record;
 mod report;
 mod stat;
 mod stream;
@@ -15,12 +15,11 @@ mod stream;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use lily_backend::Error as BackendError;
-use lily_model::{Checkpoint, Shape, Source};
+use lily_model::{Checkpoint, Shape};
 
 use crate::args::{DeviceArgs, ModelArgs};
 use crate::exit::Usage;
@@ -185,16 +184,10 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn new(args: &'a BenchArgs, checkpoint: &'a Checkpoint, device: String) -> Run<'a> {
         let shape = &checkpoint.config.shape;
-        // Only the name of a directory: where it lies is nobody's business.
-        let model = match &checkpoint.source {
-            Source::Directory(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-            Source::Embedded(_) => "demo".into(),
-            Source::Memory(_) => checkpoint.source.describe(),
-        };
         Run {
             args,
             shape,
-            model,
+            model: record::model_name(checkpoint),
             weights_per_token: checkpoint.weights.bytes_per_token(shape),
             device,
             threads: devices::threads(&args.device),
@@ -214,13 +207,13 @@ impl<'a> Run<'a> {
             measured.decode.rounds.iter().zip(&measured.read.rounds).map(|(decode, read)| decode * moved / read);
         Record {
             contract: contract::VERSION,
-            engine: concat!("lily ", env!("CARGO_PKG_VERSION")).into(),
+            engine: machine::ENGINE.into(),
             commit: machine::COMMIT.map(str::to_owned),
-            date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+            date: record::now(),
             machine: self.machine.clone(),
             device: self.device.clone(),
             threads: self.threads,
-            kv: kv.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned()),
+            kv: kv.name(),
             model: self.model.clone(),
             shape: Sizes::of(self.shape),
             context: measured.context,

@@ -4,9 +4,10 @@
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::Path;
+use std::time::SystemTime;
 
 use anyhow::Context as _;
-use lily_model::Shape;
+use lily_model::{Checkpoint, Shape, Source};
 use serde::{Deserialize, Serialize};
 
 use super::machine::Machine;
@@ -84,6 +85,20 @@ impl TokenBytes {
     }
 }
 
+/// The name of a checkpoint in records: only that of its directory, where it lies is nobody's business.
+pub fn model_name(checkpoint: &Checkpoint) -> String {
+    match &checkpoint.source {
+        Source::Directory(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        Source::Embedded(_) => "demo".into(),
+        Source::Memory(_) => checkpoint.source.describe(),
+    }
+}
+
+/// This moment as records say it.
+pub fn now() -> String {
+    humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
+}
+
 /// A file that records are appended to.
 pub struct Journal(File);
 
@@ -95,7 +110,7 @@ impl Journal {
     }
 
     /// Appends a line.
-    pub fn append(&mut self, record: &Record) -> anyhow::Result<()> {
+    pub fn append(&mut self, record: &impl Serialize) -> anyhow::Result<()> {
         let mut line = serde_json::to_vec(record)?;
         line.push(b'\n');
         self.0.write_all(&line).context("cannot append a record")

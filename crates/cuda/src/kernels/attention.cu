@@ -351,9 +351,10 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
 
 // ---- Adds up the parts and applies the gate. Grid [QUERY_HEADS * 4], 256 threads: 64 dimensions, the parts in 4 shares.
 constexpr int MAX_PARTS = 128;
-KERNEL(256, 2)
-attend_combine(const Run* run, int parts, const float* projected, const float2* part_sums, const float* part_values,
-               float* out) {
+// `finish(i, value)`: of the CTA's 64 dimensions, by the first two warps.
+template <class Finish>
+DEVICE void combine_parts(const Run* run, int parts, const float* projected, const float2* part_sums, const float* part_values,
+                          Finish finish) {
     __shared__ float scales[MAX_PARTS], shares[4][64], warp_values[8];
     const int head = blockIdx.x / 4, tid = threadIdx.x, share = tid / 64;
     const int dim = blockIdx.x % 4 * 64 + tid % 64;
@@ -361,7 +362,6 @@ attend_combine(const Run* run, int parts, const float* projected, const float2* 
     projected += blockIdx.y * PROJ_ATTENTION;
     part_sums += blockIdx.y * QUERY_HEADS * parts;
     part_values += (u64)blockIdx.y * parts * QUERY_HEADS * HEAD;
-    out += blockIdx.y * QUERY_WIDTH;
     launch_dependents();
     const u32 tokens = run->position + 1, length = part_length(tokens, parts);
     const int used = (tokens + length - 1) / length;
@@ -392,8 +392,14 @@ attend_combine(const Run* run, int parts, const float* projected, const float2* 
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < MAX_PARTS / 32; i++) total += warp_values[i];
-        out[head * HEAD + dim] = (shares[0][tid] + shares[1][tid] + shares[2][tid] + shares[3][tid]) / total * gate;
+        finish(tid, (shares[0][tid] + shares[1][tid] + shares[2][tid] + shares[3][tid]) / total * gate);
     }
+}
+// Of the step's one row to out [QUERY_WIDTH].
+KERNEL(256, 2)
+attend_combine(const Run* run, int parts, const float* projected, const float2* part_sums, const float* part_values,
+               float* out) {
+    combine_parts(run, parts, projected, part_sums, part_values, [=](int i, float value) { out[blockIdx.x * 64 + i] = value; });
 }
 
 // ---- Many tokens, before attention: norms and RoPE; keys and values go to the cache. Grid [tokens], a warp per head.

@@ -4,7 +4,7 @@ use lily_backend::Result;
 use lily_model::Shape;
 
 use super::gemm::WIDE_ARCH;
-use super::{Kernels, Pass, Sizes, arguments};
+use super::{FixedRows, Kernels, Pass, Sizes, arguments};
 use crate::device::{Function, Module, Pointer};
 
 /// Tokens of keys and values of [`Kernels::attend_many`] in shared memory at a time.
@@ -67,13 +67,26 @@ impl Kernels {
     pub(crate) fn attend_combine(
         &self,
         pass: &Pass<'_>,
-        (run, rows): (Pointer, usize),
+        run: Pointer,
         projected: Pointer,
         (sums, values): (Pointer, Pointer),
         out: Pointer,
     ) -> Result<()> {
-        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads * 4, rows));
+        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads * 4, 1));
         pass.launch(self.attend_combine, grid, 256, arguments![run, parts, projected, sums, values, out])
+    }
+
+    /// The same for one token of each of `rows` rows, rounded.
+    pub(crate) fn rows_attend_combine(
+        &self,
+        pass: &Pass<'_>,
+        (runs, rows): (Pointer, usize),
+        projected: Pointer,
+        (sums, values): (Pointer, Pointer),
+        out: FixedRows,
+    ) -> Result<()> {
+        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads * 4, rows));
+        pass.launch(self.rows_attend_combine, grid, 256, arguments![runs, parts, projected, sums, values, out])
     }
 
     /// Many tokens: keys and values to the cache, queries to `queries`.

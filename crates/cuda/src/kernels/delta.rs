@@ -46,21 +46,34 @@ pub(crate) struct DeltaVectors {
 }
 
 impl Kernels {
-    /// One token of each of `rows` rows through delta layer `layer`: `projected` to `out` in whole blocks, and its sums of squares.
+    /// One token through delta layer `layer`: `projected` to `out` in whole blocks, and its sums of squares.
     pub(crate) fn delta_step(
         &self,
         pass: &Pass<'_>,
-        (run, layer, rows): (Pointer, usize, usize),
+        (run, layer): (Pointer, usize),
         projected: Pointer,
         v: &DeltaVectors,
         (out, squares): (Pointer, Pointer),
     ) -> Result<()> {
-        let needed = self.sizes.value_heads * SLICES;
-        // Of one row a CTA for each processor, like its neighbours: see `gemv.rs`.
-        let grid = (if rows == 1 { needed.max(pass.device.processors as usize) } else { needed }, rows);
+        // A CTA for each processor, like its neighbours: see `gemv.rs`.
+        let grid = (self.sizes.value_heads * SLICES).max(pass.device.processors as usize);
         let layer = layer as i32;
         let arguments = arguments![run, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out, squares];
-        pass.launch(if rows == 1 { self.delta_step } else { self.rows_delta_step }, grid, 512, arguments)
+        pass.launch(self.delta_step, (grid, 1), 512, arguments)
+    }
+
+    /// One token of each of `rows` rows through delta layer `layer`: `projected` to `out`.
+    pub(crate) fn rows_delta_step(
+        &self,
+        pass: &Pass<'_>,
+        (runs, layer, rows): (Pointer, usize, usize),
+        projected: Pointer,
+        v: &DeltaVectors,
+        out: FixedRows,
+    ) -> Result<()> {
+        let layer = layer as i32;
+        let arguments = arguments![runs, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out];
+        pass.launch(self.rows_delta_step, (self.sizes.value_heads, rows), 512, arguments)
     }
 
     /// Many tokens, all that needs no state: `projected` to `related`.

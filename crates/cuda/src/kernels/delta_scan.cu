@@ -246,5 +246,5 @@ KERNEL(32, 16) few_delta_norm(const float* o, const float* projected, const floa
         for (int i = 0; i < 8; i++) v[i] *= scale * w[i] * silu(z[i]);
     }
     __syncwarp();
-    store_lane(out, row, block, fix_lane(v, lane), lane);
+    store_lane(out, row, block * BLOCK_INPUTS, fix_lane(v, lane), lane);
 }

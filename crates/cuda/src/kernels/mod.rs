@@ -238,6 +238,7 @@ kernels! {
     combine_experts: NONE;
     rows_norm: NONE;
     rows_fix: NONE;
+    rows_attend_combine: NONE;
     rows_project: rows::shared;
     rows_delta_output: rows::shared;
     rows_attention_output: rows::shared;

@@ -1,8 +1,8 @@
 // Linears of several sessions' tokens, one token each: the rows of a step share the weights, and each has the bits that it has alone.
 //
-// A row's arithmetic is that of gemv.cu, group by group and block by block. What differs is the place of numbers: a kernel of its own
-// rounds inputs to fixed point; in mma columns 2r and 2r + 1 stand high and low bytes of row r of four rows, a quad, and a group's sums
-// are taken on their own. A CTA of 8 warps takes tiles as in gemv.cu; a warp keeps the inputs of its block in registers.
+// A row's arithmetic is that of gemv.cu, group by group and block by block. What differs is the place of numbers: inputs are rounded to
+// fixed point where they are made; in mma columns 2r and 2r + 1 stand high and low bytes of row r of four rows, a quad, and a
+// group's sums are taken on their own. A CTA of 8 warps takes tiles as in gemv.cu; a warp keeps the inputs of its block in registers.
 // Experts: rows that chose one are put together by four; the lists are made on the device.
 // Bytes moved: the weights once, of experts those of every one that some row chose.
 
@@ -28,12 +28,22 @@ struct Meeting {
 };
 constexpr int MEETINGS = ROWS * TOP_K;
 
-// ---- Rounding to fixed point, a warp per block of a row; the layout is that of store_fixed.
-DEVICE void store_lane(const FixedRows& out, int row, int block, const FixedLane& own, int lane) {
+// ---- Rounding to fixed point: groups of a row from input `first` on, 8 lanes each; the layout is that of store_fixed.
+DEVICE void store_lane(const FixedRows& out, int row, int first, const FixedLane& own, int lane) {
     u8* plane = lane >> 2 & 1 ? out.low : out.high;
-    const u64 at = (u64)row * out.width + block * BLOCK_INPUTS + (lane >> 3) * GROUP;
+    const u64 at = (u64)row * out.width + first + (lane >> 3) * GROUP;
     *(uint4*)(plane + at + (lane & 3) * 16) = make_uint4(own.words[0], own.words[1], own.words[2], own.words[3]);
     if ((lane & 7) == 0) out.groups[at / GROUP] = make_float2(own.scale, own.sum);
+}
+
+// Groups of a row that lie in shared memory, times `scale`, and nothing in those behind them up to `stored`; one warp.
+DEVICE void fix_groups(const FixedRows& out, int row, int first, const float* values, float scale, int groups, int stored, int lane) {
+    const bool there = lane < 8 * groups;
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = there ? values[lane_start(0, lane) + i % 4 + i / 4 * 16] * scale : 0.0f;
+    const FixedLane own = fix_lane(v, lane);
+    if (lane < 8 * stored) store_lane(out, row, first, own, lane);
 }
 
 // Sums of `count` parts [HIDDEN] that lie one after the other, at k .. k + 3: even ones, odd ones, and both, as in gemv.cu.
@@ -86,25 +96,50 @@ KERNEL(64, 8) rows_norm(float* h, const float* parts, int kind, const float* nor
         v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
     }
     const float sum = normed(v, w);
-    store_lane(out, row, block, fix_lane(v, lane), lane);
+    store_lane(out, row, block * BLOCK_INPUTS, fix_lane(v, lane), lane);
     if (lane == 0) squares[row * HIDDEN_BLOCKS + block] = sum;
 }
 
-// Rows of `x` [rows, width of `out`] as they are, or with the scale of the gated norm from `squares` [rows, VALUE_HEADS, 4].
-KERNEL(32, 16) rows_fix(const float* x, const float* squares, FixedRows out) {
+// Rows of `x` [rows, width of `out`] as they are.
+KERNEL(32, 16) rows_fix(const float* x, FixedRows out) {
     const int lane = threadIdx.x, blocks = out.width / BLOCK_INPUTS;
-    const int row = blockIdx.x / blocks, block = blockIdx.x % blocks, k = lane_start(block, lane);
-    wait_for_inputs();
-    // Only now, for rows_down: see experts_up.
+    const int row = blockIdx.x / blocks, block = blockIdx.x % blocks;
     launch_dependents();
+    wait_for_inputs();
     float v[8];
-    load_lane(v, x + (u64)row * out.width + k);
-    if (squares) {
-        const float scale = gated_norm_scale(squares + row * VALUE_HEADS * 4, k);
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[i] *= scale;
-    }
-    store_lane(out, row, block, fix_lane(v, lane), lane);
+    load_lane(v, x + (u64)row * out.width + lane_start(block, lane));
+    store_lane(out, row, block * BLOCK_INPUTS, fix_lane(v, lane), lane);
+}
+
+// One token of each row through a delta layer, with the gated norm, to out [rows, VALUE_WIDTH]. A CTA for each head, blockIdx.x, and
+// row, blockIdx.y; a whole head's state is on its way before the inputs are waited for.
+KERNEL(512, 2)
+rows_delta_step(const Run* runs, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
+                const float* norm, FixedRows out) {
+    __shared__ float values[DELTA_HEAD], squares[4];
+    const int head = blockIdx.x, row = blockIdx.y, lane = threadIdx.x & 31;
+    launch_dependents();
+    projected += row * PROJ_DELTA;
+    step_of_head<4>(runs + row, layer, head, 0, projected, taps, rates, dt_bias, norm, [&](int i, float value, float square) {
+        values[i] = value;
+        if (lane == 0) squares[i >> 5] = square;
+    });
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    const float scale = inverse_root((squares[0] + squares[1] + squares[2] + squares[3]) / DELTA_HEAD + RMS_EPS);
+    // The last head may have half a block of nothing behind it.
+    const bool pads = VALUE_WIDTH % BLOCK_INPUTS != 0 && head == VALUE_HEADS - 1;
+    fix_groups(out, row, head * DELTA_HEAD, values, scale, 2, pads ? 4 : 2, lane);
+}
+
+// Attention's parts of every row together, to out [rows, QUERY_WIDTH]. A CTA has a group.
+KERNEL(256, 4)
+rows_attend_combine(const Run* runs, int parts, const float* projected, const float2* part_sums, const float* part_values,
+                    FixedRows out) {
+    __shared__ float values[GROUP];
+    combine_parts(runs, parts, projected, part_sums, part_values, [&](int i, float value) { values[i] = value; });
+    __syncthreads();
+    if (threadIdx.x < 32) fix_groups(out, blockIdx.y, blockIdx.x * GROUP, values, 1.0f, 1, 1, threadIdx.x);
 }
 
 // The scale of a row's norm, from what rows_norm left.
@@ -130,22 +165,57 @@ template <int QUADS> struct RowInputs {
     // Scales and sums go to `scales` [4 QUADS, 4], in shared memory.
     template <class Place> DEVICE void load(const FixedRows& x, Place place, float2* scales, int lane) {
         const int g = lane >> 2, t = lane & 3;
+        // What is needed first is asked for first.
+        constexpr int ROUNDS = (QUADS + 1) / 2;
+        float2 groups[ROUNDS];
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) {
+            const int group = i * 32 + lane, at = group < 16 * QUADS ? place(group / 4) : -1;
+            groups[i] = at >= 0 ? __ldcg(x.groups + at / GROUP + group % 4) : make_float2(0, 0);
+        }
+        const u8* from[QUADS];
+        bool there[QUADS];
 #pragma unroll
         for (int q = 0; q < QUADS; q++) {
             const int at = place(4 * q + (g >> 1));
-            const u8* from = (g & 1 ? x.low : x.high) + max(at, 0) + t * 16;
-#pragma unroll
-            for (int j = 0; j < 4; j++) bytes[q][j] = at >= 0 ? __ldcg((const uint4*)(from + j * GROUP)) : make_uint4(0, 0, 0, 0);
+            from[q] = (g & 1 ? x.low : x.high) + max(at, 0) + t * 16;
+            there[q] = at >= 0;
         }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int q = 0; q < QUADS; q++)
+                bytes[q][j] = there[q] ? __ldcg((const uint4*)(from[q] + j * GROUP)) : make_uint4(0, 0, 0, 0);
         __syncwarp();
 #pragma unroll
-        for (int i = lane; i < 16 * QUADS; i += 32) {
-            const int at = place(i / 4);
-            scales[i] = at >= 0 ? __ldcg(x.groups + at / GROUP + i % 4) : make_float2(0, 0);
-        }
+        for (int i = 0; i < ROUNDS; i++)
+            if (i * 32 + lane < 16 * QUADS) scales[i * 32 + lane] = groups[i];
         __syncwarp();
     }
+    // Takes those that `round_rows` put aside.
+    DEVICE void take(const u8* aside, int lane) {
+        static_assert(QUADS == 1);
+        const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int j = 0; j < 4; j++) bytes[0][j] = *(const uint4*)(aside + g * BLOCK_INPUTS + j * GROUP + t * 16);
+    }
 };
+
+// Rounds a block of four rows, by a warp: bytes to `aside` [4, 2, 256], scales and sums times weights to `scales` [4, 4].
+// `from(row)`: where values of the row's block begin; `weight` is that of row lane / 4.
+template <class From> DEVICE void round_rows(From from, float weight, u8* aside, float2* scales, int lane) {
+    float v[4][8];
+#pragma unroll
+    for (int row = 0; row < 4; row++) load_lane(v[row], from(row) + lane_start(0, lane));
+#pragma unroll
+    for (int row = 0; row < 4; row++) {
+        const FixedLane own = fix_lane(v[row], lane);
+        *(uint4*)(aside + (2 * row + (lane >> 2 & 1)) * BLOCK_INPUTS + (lane >> 3) * GROUP + (lane & 3) * 16) =
+            make_uint4(own.words[0], own.words[1], own.words[2], own.words[3]);
+        const float of_row = __shfl_sync(FULL, weight, 4 * row);
+        if ((lane & 7) == 0) scales[4 * row + (lane >> 3)] = make_float2(own.scale * of_row, own.sum * of_row);
+    }
+}
 
 // `take(q, y0, y1)` gets outputs g and g + 8 of row t of quad q.
 template <int BITS, int QUADS, class Take>
@@ -324,13 +394,13 @@ rows_project(const char* weights, int tiles, FixedRows x, int rows, const float*
     });
 }
 
-// Output projections, to parts [rows, 2, HIDDEN]: a CTA has a tile's even or its odd blocks.
+// Output projections, to parts [rows, 2, HIDDEN]: a CTA has tiles' even or their odd blocks.
 template <int BLOCKS> DEVICE void rows_output(const char* weights, const FixedRows& x, int rows, float* parts) {
-    constexpr int HALF = (BLOCKS + 1) / 2;
-    const int odd = blockIdx.x & 1;
+    constexpr int HALF = (BLOCKS + 1) / 2, TILES = HIDDEN / 16;
+    const int odd = blockIdx.x & 1, first = blockIdx.x >> 1, apart = gridDim.x >> 1;
     // Of an odd number of blocks the last odd one is not there: it repeats a block and has no inputs.
     rows_linear<HALF, 4, 1>(
-        blockIdx.x >> 1, 1, 1, x, rows,
+        first, apart, (TILES - first - 1) / apart + 1, x, rows,
         [=](int tile, int block) { return weights + ((u64)tile * BLOCKS + min(2 * block + odd, BLOCKS - 1)) * BLOCK4; },
         [=](int block) { return 2 * block + odd < BLOCKS ? (2 * block + odd) * BLOCK_INPUTS : -(1 << 30); },
         [&](int) {
@@ -339,10 +409,10 @@ template <int BLOCKS> DEVICE void rows_output(const char* weights, const FixedRo
             };
         });
 }
-KERNEL(ROW_THREADS, ROW_CTAS) rows_delta_output(const char* weights, FixedRows x, int rows, float* parts) {
+KERNEL(ROW_THREADS, 1) rows_delta_output(const char* weights, FixedRows x, int rows, float* parts) {
     rows_output<VALUE_BLOCKS>(weights, x, rows, parts);
 }
-KERNEL(ROW_THREADS, ROW_CTAS) rows_attention_output(const char* weights, FixedRows x, int rows, float* parts) {
+KERNEL(ROW_THREADS, 1) rows_attention_output(const char* weights, FixedRows x, int rows, float* parts) {
     rows_output<QUERY_BLOCKS>(weights, x, rows, parts);
 }
 
@@ -373,7 +443,9 @@ rows_route_and_share(const char* router, const char* shared_up, FixedRows x, int
 
 // The choice of every row, and who meets whom: experts rising, the rows of each in order, by four. One CTA, a warp per row.
 KERNEL(ROWS * 32, 1) rows_choose(const float* logits, int rows, Meeting* meetings, u32* count, float* weights) {
-    __shared__ u32 masks[EXPERTS], starts[EXPERTS];
+    constexpr int SPANS = (EXPERTS + 31) / 32;   // of experts, one for each warp
+    static_assert(SPANS <= ROWS);
+    __shared__ u32 masks[EXPERTS], starts[EXPERTS], totals[SPANS];
     __shared__ uint2 chosen[ROWS][TOP_K];
     const int row = threadIdx.x >> 5, lane = threadIdx.x & 31;
     for (int i = threadIdx.x; i < EXPERTS; i += ROWS * 32) masks[i] = 0;
@@ -390,35 +462,43 @@ KERNEL(ROWS * 32, 1) rows_choose(const float* logits, int rows, Meeting* meeting
         if (lane == 0) weights[row * SHARES + TOP_K] = sigmoid(load_cg(logits + row * ROUTER_ROWS + SHARED_GATE));
     }
     __syncthreads();
-    if (row == 0) {
-        u32 before = 0;
-        for (int first = 0; first < EXPERTS; first += 32) {
-            const u32 own = first + lane < EXPERTS ? (__popc(masks[first + lane]) + 3) / 4 : 0;
-            u32 sum = own;
+    if (row < SPANS) {
+        const int expert = row * 32 + lane;
+        const u32 own = expert < EXPERTS ? (__popc(masks[expert]) + 3) / 4 : 0;
+        u32 sum = own;
 #pragma unroll
-            for (int d = 1; d < 32; d *= 2) {
-                const u32 other = __shfl_up_sync(FULL, sum, d);
-                if (lane >= d) sum += other;
-            }
-            if (first + lane < EXPERTS) starts[first + lane] = before + sum - own;
-            before += __shfl_sync(FULL, sum, 31);
+        for (int d = 1; d < 32; d *= 2) {
+            const u32 other = __shfl_up_sync(FULL, sum, d);
+            if (lane >= d) sum += other;
         }
-        if (lane == 0) *count = before;
+        if (expert < EXPERTS) starts[expert] = sum - own;
+        if (lane == 31) totals[row] = sum;
     }
     __syncthreads();
+    // Of a chosen expert, or of all together.
+    u32 before = 0;
+    const int span = threadIdx.x == TOP_K ? SPANS : (int)choice.id / 32;
+    for (int i = 0; i < SPANS; i++) before += i < span ? totals[i] : 0;
+    if (threadIdx.x == TOP_K) *count = before;
     if (row < rows && lane < TOP_K) {
         const u32 mask = masks[choice.id], rank = __popc(mask & ((1u << row) - 1));
-        Meeting& meeting = meetings[starts[choice.id] + rank / 4];
+        Meeting& meeting = meetings[before + starts[choice.id] + rank / 4];
         meeting.pairs[rank % 4] = row * SHARES + lane;
         if (rank % 4 == 0) meeting.expert = choice.id, meeting.count = min(4, (int)(__popc(mask) - rank));
     }
 }
 
-// The meetings in shared memory, for all threads of a CTA.
+// The meetings in shared memory, for all threads of a CTA when they have met again; returns their number. All that there may be are
+// asked for at once with the number.
 DEVICE int load_meetings(Meeting* to, const Meeting* from, const u32* count) {
+    constexpr int WORDS = MEETINGS * sizeof(Meeting) / 16, ROUNDS = (WORDS + ROW_THREADS - 1) / ROW_THREADS;
+    uint4 own[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) own[i] = __ldcg((const uint4*)from + min(i * ROW_THREADS + (int)threadIdx.x, WORDS - 1));
     const int meetings = __ldcg(count);
-    for (int i = threadIdx.x; i < 2 * meetings; i += ROW_THREADS) ((uint4*)to)[i] = __ldcg((const uint4*)from + i);
-    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++)
+        if (i * ROW_THREADS + threadIdx.x < WORDS) ((uint4*)to)[i * ROW_THREADS + threadIdx.x] = own[i];
     return meetings;
 }
 // The first of a CTA's share of `total` things in a row, and of the next one's.
@@ -436,9 +516,11 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
     T t(dynamic_shared);
     wait_for_inputs();
     launch_dependents();
+    const int count = load_meetings(meetings, list, list_count);
     // Of rows that are not there as well: nothing asks for them.
     row_scales(squares, scales, ROWS);
-    const int2 tiles = share_of_cta(load_meetings(meetings, list, list_count) * EXPERT_TILES);
+    __syncthreads();
+    const int2 tiles = share_of_cta(count * EXPERT_TILES);
     auto address = [&](int index, int block) {
         const int tile = tiles.x + index;
         const u64 row = (u64)meetings[tile / EXPERT_TILES].expert * EXPERT_TILES + tile % EXPERT_TILES;
@@ -465,63 +547,69 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
 }
 
 // Down projections of the chosen experts and of the shared one, weighted, block by block to parts [rows, DOWN_BLOCKS, HIDDEN].
-// x [rows, DOWN_BLOCKS * 256].
+// activation [rows, DOWN_BLOCKS * 256], rounded by every CTA that needs it.
 KERNEL(ROW_THREADS, ROW_CTAS)
 rows_down(const char* experts, const char* shared_down, const Meeting* list, const u32* list_count, const float* weights,
-          FixedRows x, int rows, float* parts) {
+          const float* activation, int rows, float* parts) {
     constexpr int TILES = HIDDEN / 16, ROUTED = TILES * EXPERT_BLOCKS, SHARED = TILES * SHARED_BLOCKS;
+    // Whoever meets an expert, and rows by four that meet the shared one, are parties; each warp rounds a block of one of them.
+    constexpr int MOST_BLOCKS = EXPERT_BLOCKS > SHARED_BLOCKS ? EXPERT_BLOCKS : SHARED_BLOCKS, TOGETHER = ROW_WARPS / MOST_BLOCKS;
+    static_assert(TOGETHER >= 1);
     __shared__ Meeting meetings[MEETINGS];
     __shared__ float2 scales[ROW_WARPS][16];
+    __shared__ __align__(16) u8 aside[ROW_WARPS][8 * BLOCK_INPUTS];
     BlockStream<BLOCK4, ROW_SLOTS4> stream(dynamic_shared);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     launch_dependents();
     // The kernels that made them are complete: the one between launched this only after it had waited.
     const int count = load_meetings(meetings, list, list_count);
+    __syncthreads();
     const int2 share = share_of_cta(count * ROUTED + (rows + 3) / 4 * SHARED);
-    auto address = [&](int at) {
-        at += share.x;
-        if (at < count * ROUTED)
-            return experts + ((u64)meetings[at / ROUTED].expert * ROUTED + at % ROUTED) * BLOCK4;
+    auto address = [&](int i) {
+        const int at = share.x + i;
+        if (at < count * ROUTED) return experts + ((u64)meetings[at / ROUTED].expert * ROUTED + at % ROUTED) * BLOCK4;
         return shared_down + (u64)((at - count * ROUTED) % SHARED) * BLOCK4;
     };
     stream.fill(share.y - share.x, address);
     wait_for_inputs();
+    auto party_of = [&](int at) { return at < count * ROUTED ? at / ROUTED : count + (at - count * ROUTED) / SHARED; };
+    auto start_of = [&](int party) { return party < count ? party * ROUTED : count * ROUTED + (party - count) * SHARED; };
+    auto met_by = [&](int party) { return party < count ? (int)meetings[party].count : min(4, rows - 4 * (party - count)); };
+    auto pair_of = [&](int party, int row) {
+        return party < count ? (int)meetings[party].pairs[row] : (4 * (party - count) + row) * SHARES + TOP_K;
+    };
+    // Blocks of a row, of all its shares.
+    auto block_of = [](int pair, int block) { return pair / SHARES * DOWN_BLOCKS + pair % SHARES * EXPERT_BLOCKS + block; };
     RowInputs<1> inputs;
-    int current = -1;
-    for (int i = warp; i < share.y - share.x; i += ROW_WARPS) {
-        const int at = share.x + i;
-        const bool routed = at < count * ROUTED;
-        const int rest = at - count * ROUTED, meeting = routed ? at / ROUTED : count + rest / SHARED;
-        const int inside = routed ? at % ROUTED : rest % SHARED, blocks = routed ? EXPERT_BLOCKS : SHARED_BLOCKS;
-        const int tile = inside / blocks, block = inside % blocks;
-        auto pair_of = [&](int row) {   // negative: none
-            if (routed) return row < meetings[meeting].count ? (int)meetings[meeting].pairs[row] : -1;
-            const int own = rest / SHARED * 4 + row;
-            return own < rows ? own * SHARES + TOP_K : -1;
-        };
-        // Blocks of a row, of all its shares.
-        auto block_of = [&](int pair) { return pair / SHARES * DOWN_BLOCKS + pair % SHARES * EXPERT_BLOCKS + block; };
-        constexpr int MOST_BLOCKS = EXPERT_BLOCKS > SHARED_BLOCKS ? EXPERT_BLOCKS : SHARED_BLOCKS;
-        if (meeting * MOST_BLOCKS + block != current) {
-            current = meeting * MOST_BLOCKS + block;
-            inputs.load(
-                x, [&](int row) { return pair_of(row) < 0 ? -1 : block_of(pair_of(row)) * BLOCK_INPUTS; }, scales[warp], lane);
-            if (lane < 16 && pair_of(lane / 4) >= 0) {
-                const float weight = load_cg(weights + pair_of(lane / 4));
-                scales[warp][lane].x *= weight;
-                scales[warp][lane].y *= weight;
-            }
-            __syncwarp();
+    int at = share.x + warp;
+    for (int first = party_of(share.x); start_of(first) < share.y; first += TOGETHER) {
+        const int own = first + warp / MOST_BLOCKS, own_block = warp % MOST_BLOCKS;
+        if (start_of(own) < share.y && own_block < (own < count ? EXPERT_BLOCKS : SHARED_BLOCKS)) {
+            const int met = met_by(own);
+            // Of rows that are not there the first one's.
+            auto pair = [&](int row) { return pair_of(own, row < met ? row : 0); };
+            const float weight = load_cg(weights + pair(lane / 4 % 4));
+            round_rows(
+                [&](int row) { return activation + block_of(pair(row), own_block) * BLOCK_INPUTS; }, weight, aside[warp], scales[warp],
+                lane);
         }
-        const char* from = stream.wait();
-        block_times_rows<4>(from, inputs, scales[warp], lane, [&](int, float y0, float y1) {
-            const int pair = pair_of(lane & 3);
-            if (pair < 0) return;
-            float* to = parts + (u64)block_of(pair) * HIDDEN + tile * 16 + (lane >> 2);
-            to[0] = y0;
-            to[8] = y1;
-        });
-        stream.next(i, share.y - share.x, address);
+        __syncthreads();
+        const int end = min(share.y, start_of(first + TOGETHER));
+        int current = -1;
+        for (; at < end; at += ROW_WARPS) {
+            const int party = party_of(at), inside = at - start_of(party), blocks = party < count ? EXPERT_BLOCKS : SHARED_BLOCKS;
+            const int tile = inside / blocks, block = inside % blocks, place = (party - first) * MOST_BLOCKS + block;
+            if (place != current) inputs.take(aside[current = place], lane);
+            const char* from = stream.wait();
+            block_times_rows<4>(from, inputs, scales[place], lane, [&](int, float y0, float y1) {
+                if ((lane & 3) >= met_by(party)) return;
+                float* to = parts + (u64)block_of(pair_of(party, lane & 3), block) * HIDDEN + tile * 16 + (lane >> 2);
+                to[0] = y0;
+                to[8] = y1;
+            });
+            stream.next(at - share.x, share.y - share.x, address);
+        }
+        __syncthreads();
     }
 }
 

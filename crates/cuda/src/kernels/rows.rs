@@ -68,14 +68,16 @@ pub(crate) struct Normed {
 }
 
 impl Kernels {
-    /// Bytes of a row of inner values: all experts' and the shared one's, in whole blocks.
-    pub(crate) fn activation_width(&self) -> usize {
-        self.sizes.down_blocks() * BLOCK_INPUTS
-    }
-
     /// Twice as many CTAs as processors: as many as fit, and enough to stream; three times as many are slower.
     fn experts_grid(pass: &Pass<'_>) -> (usize, usize) {
         (2 * pass.device.processors as usize, 1)
+    }
+
+    /// Two CTAs share tiles, and one has several as soon as processors are fewer: its inputs are more than its weights.
+    fn output_grid(&self, pass: &Pass<'_>) -> (usize, usize) {
+        let tiles = self.sizes.hidden / TILE_ROWS;
+        let together = (2 * tiles).div_ceil(pass.device.processors as usize);
+        (2 * tiles.div_ceil(together), 1)
     }
 
     /// Adds `parts` to `rows` rows of `h`, and takes their norm.
@@ -92,16 +94,10 @@ impl Kernels {
         pass.launch(self.rows_norm, (grid, 1), 64, arguments![h, parts, kind, norm, out.x, out.squares])
     }
 
-    /// Rounds `rows` rows, with the scale of the gated norm where `squares` are given.
-    pub(crate) fn rows_fix(
-        &self,
-        pass: &Pass<'_>,
-        (x, squares): (Pointer, Pointer),
-        rows: usize,
-        out: FixedRows,
-    ) -> Result<()> {
+    /// Rounds `rows` rows.
+    pub(crate) fn rows_fix(&self, pass: &Pass<'_>, x: Pointer, rows: usize, out: FixedRows) -> Result<()> {
         let grid = rows * out.width as usize / BLOCK_INPUTS;
-        pass.launch(self.rows_fix, (grid, 1), 32, arguments![x, squares, out])
+        pass.launch(self.rows_fix, (grid, 1), 32, arguments![x, out])
     }
 
     /// The `tiles` tiles of a mixer's projections, to `out` `[rows, 16 tiles]`.
@@ -128,7 +124,7 @@ impl Kernels {
         rows: usize,
         parts: Pointer,
     ) -> Result<()> {
-        let (grid, rows) = ((2 * self.sizes.hidden / TILE_ROWS, 1), rows as i32);
+        let (grid, rows) = (self.output_grid(pass), rows as i32);
         pass.launch(self.rows_delta_output, grid, THREADS, arguments![weights, x, rows, parts])
     }
 
@@ -141,7 +137,7 @@ impl Kernels {
         rows: usize,
         parts: Pointer,
     ) -> Result<()> {
-        let (grid, rows) = ((2 * self.sizes.hidden / TILE_ROWS, 1), rows as i32);
+        let (grid, rows) = (self.output_grid(pass), rows as i32);
         pass.launch(self.rows_attention_output, grid, THREADS, arguments![weights, x, rows, parts])
     }
 
@@ -185,11 +181,11 @@ impl Kernels {
         pass: &Pass<'_>,
         (experts, shared): (Pointer, Pointer),
         m: &Meetings,
-        (x, rows): (FixedRows, usize),
+        (activation, rows): (Pointer, usize),
         parts: Pointer,
     ) -> Result<()> {
         let (grid, rows) = (Self::experts_grid(pass), rows as i32);
-        let arguments = arguments![experts, shared, m.list, m.count, m.weights, x, rows, parts];
+        let arguments = arguments![experts, shared, m.list, m.count, m.weights, activation, rows, parts];
         pass.launch(self.rows_down, grid, THREADS, arguments)
     }
 
