@@ -208,10 +208,7 @@ pub fn build_lily() -> Result<PathBuf> {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--release", "--package", "lily-cli"]).current_dir(crate::root());
     ensure!(cargo.status().context("cannot run cargo")?.success(), "lily does not build");
-    // This program is <target>/debug/xtask.
-    let xtask = std::env::current_exe()?;
-    let target = xtask.ancestors().nth(2).context("xtask runs outside a target directory")?;
-    Ok(target.join("release").join(format!("lily{}", std::env::consts::EXE_SUFFIX)))
+    Ok(crate::target()?.join("release").join(format!("lily{}", std::env::consts::EXE_SUFFIX)))
 }
 
 /// What is measured over rounds, by its name in records.

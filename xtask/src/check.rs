@@ -30,6 +30,8 @@ enum Stage {
     Doc,
     /// Links of the Markdown files lead somewhere, and the commands they show exist.
     Markdown,
+    /// The page of benchmarks is what its records make of it.
+    Report,
     /// The CPU backend for AArch64: lints, and unit tests on emulated processors. Says what it lacks tools for.
     Aarch64,
     /// The workspace for a Mac: lints against Apple's interfaces. Says if it lacks a standard library.
@@ -60,6 +62,7 @@ pub fn run(args: &Args) -> Result<()> {
                 succeed(doc.env("RUSTDOCFLAGS", "-D warnings"))?;
             }
             Stage::Markdown => markdown()?,
+            Stage::Report => crate::report::check()?,
             Stage::Aarch64 => aarch64::run()?,
             Stage::Darwin => darwin::run()?,
             Stage::MachO => mach_o::run()?,

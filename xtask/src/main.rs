@@ -3,14 +3,18 @@
 mod bench_peers;
 mod check;
 mod cubins;
+mod dist;
 mod goldens;
+mod recordings;
+mod report;
 mod soak;
 mod standin;
 mod synth;
 mod tokenizer;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use anyhow::Context;
 use clap::Parser;
 
 /// Developer commands of lily.
@@ -23,8 +27,14 @@ enum Command {
     Check(check::Args),
     /// Compile the CUDA kernels for every supported GPU, for release builds to embed.
     Cubins(cubins::Args),
+    /// Make the archives of a release, with licences, a bill of materials and checksums.
+    Dist(dist::Args),
     /// Make the wide checkpoint and its goldens with mlx-lm, which the ignored golden tests need.
     Goldens(goldens::Args),
+    /// Draw what a terminal shows of lily, for the README.
+    Recordings(recordings::Args),
+    /// Write the page of benchmarks and its plots from the records in bench/results.
+    Report(report::Args),
     /// Hold random conversations with `lily serve` for some minutes; every answer is checked against a server that caches nothing.
     Soak(soak::Args),
     /// Write the byte-level tokenizer and chat template of the tiny checkpoint.
@@ -40,7 +50,10 @@ fn main() -> anyhow::Result<()> {
         Command::BenchPeers(args) => bench_peers::run(&args),
         Command::Check(args) => check::run(&args),
         Command::Cubins(args) => cubins::run(&args),
+        Command::Dist(args) => dist::run(&args),
         Command::Goldens(args) => goldens::run(&args),
+        Command::Recordings(args) => recordings::run(&args),
+        Command::Report(args) => report::run(&args),
         Command::Soak(args) => soak::run(&args),
         Command::Standin(args) => standin::run(&args),
         Command::Synth(args) => synth::run(&args),
@@ -51,4 +64,11 @@ fn main() -> anyhow::Result<()> {
 /// The root of the repository.
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
+}
+
+/// Where cargo puts what it builds.
+fn target() -> anyhow::Result<PathBuf> {
+    // This program is <target>/debug/xtask.
+    let xtask = std::env::current_exe()?;
+    Ok(xtask.ancestors().nth(2).context("xtask runs outside a target directory")?.to_owned())
 }

@@ -17,8 +17,10 @@ mod selftest;
 mod serve;
 mod talk;
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand};
 
 /// A local inference engine for one model, Qwen3.6-35B-A3B.
@@ -60,6 +62,11 @@ enum Command {
         /// The shell.
         shell: clap_complete::Shell,
     },
+    /// Write manual pages into a directory.
+    Man {
+        /// Made if it is not there.
+        directory: PathBuf,
+    },
 }
 
 fn main() -> ExitCode {
@@ -85,6 +92,14 @@ fn main() -> ExitCode {
             clap_complete::generate(shell, &mut Cli::command(), "lily", &mut std::io::stdout());
             Ok(())
         }
+        Command::Man { directory } => man(&directory),
     };
     exit::report(result)
+}
+
+/// A page for lily and one for each command.
+fn man(directory: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(directory)
+        .and_then(|()| clap_mangen::generate_to(Cli::command(), directory))
+        .with_context(|| format!("cannot write manual pages into {}", directory.display()))
 }

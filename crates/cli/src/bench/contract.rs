@@ -20,23 +20,18 @@ pub const PROBE: usize = 256;
 /// Seed of synthetic weights and states.
 pub const SEED: u64 = 0;
 
-/// The contract in words.
+/// The contract in words, which `cargo xtask report` quotes; each number of a run has a name in braces.
+const WORDS: &str = include_str!("contract.txt");
+
+/// The contract of a run.
 pub fn text(vocab: usize, decode: usize, rounds: usize, sessions: usize) -> String {
-    format!(
-        "contract {VERSION}
-  prompt     token i of session s is (((i + s * {SESSION_STRIDE}) * 2654435761) mod 2^32) mod {vocab}
-  sessions   {sessions}; prompts one after the other, decode steps with a row for each; speeds are of all together
-  warm-up    all weights are read once, then every shape is run once before it is timed
-  prefill    from an empty state until the first token is delivered, in chunks of the device's size
-  decode     {decode} greedy steps after it, each feeding the token before
-  rounds     {rounds}; median (lowest to highest); none begins after {} s on a context; all give the same tokens
-  long       where a prefill would take over {} s, decode starts from {PREFIX} prefilled tokens and a cache of
-             seeded noise behind them: marked \"synthetic\"
-  read       a plain read of the bytes that a token touches, by as many threads, or of a GPU's weights by the GPU, timed in
-             every round",
-        LONGEST_CONTEXT.as_secs(),
-        LONGEST_PREFILL.as_secs(),
-    )
+    let mut text = format!("contract {VERSION}");
+    for line in WORDS.lines() {
+        text.push_str("\n  ");
+        text.push_str(line);
+    }
+    let numbers = [("{vocab}", vocab), ("{decode}", decode), ("{rounds}", rounds), ("{sessions}", sessions)];
+    numbers.into_iter().fold(text, |text, (name, number)| text.replace(name, &number.to_string()))
 }
 
 /// How far the prompts of sessions are apart: longer than any context.
@@ -88,6 +83,22 @@ impl std::str::FromStr for Contexts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_words_are_those_of_the_code() {
+        let words = text(4096, 17, 3, 2);
+        assert!(words.starts_with("contract 1\n  prompt ") && !words.contains(['{', '}']), "{words}");
+        let stated = [
+            format!("(i + s * {SESSION_STRIDE}) * 2654435761) mod 2^32) mod 4096"),
+            "sessions   2;".into(),
+            "decode     17 greedy steps".into(),
+            format!("rounds     3; median (lowest to highest); none begins after {} s", LONGEST_CONTEXT.as_secs()),
+            format!("would take over {} s, decode starts from {PREFIX} prefilled", LONGEST_PREFILL.as_secs()),
+        ];
+        for part in stated {
+            assert!(words.contains(&part), "{part}");
+        }
+    }
 
     #[test]
     fn prompt_ids_are_those_of_the_formula_in_32_bits() {

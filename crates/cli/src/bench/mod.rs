@@ -15,6 +15,7 @@ mod stream;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
@@ -143,8 +144,9 @@ pub fn bench(args: &BenchArgs) -> anyhow::Result<()> {
         .into());
     }
     let model = ModelArgs { model: args.model.clone(), ctx: Some(longest), device: args.device.clone() };
+    let loading = Instant::now();
     let mut backend = devices::load(&model, Arc::clone(&checkpoint))?;
-    let run = Run::new(args, &checkpoint, backend.caps().name.clone());
+    let run = Run::new(args, &checkpoint, backend.caps().name.clone(), loading.elapsed());
     println!("{}\n", contract::text(run.shape.vocab, args.decode.into(), args.rounds.into(), args.sessions.into()));
     Stream::of_all(&checkpoint.weights, run.threads).read();
     let stream = Stream::of_a_token(&checkpoint.weights, run.shape, run.threads);
@@ -177,12 +179,13 @@ struct Run<'a> {
     model: String,
     weights_per_token: usize,
     device: String,
+    load: Duration,
     threads: usize,
     machine: Machine,
 }
 
 impl<'a> Run<'a> {
-    fn new(args: &'a BenchArgs, checkpoint: &'a Checkpoint, device: String) -> Run<'a> {
+    fn new(args: &'a BenchArgs, checkpoint: &'a Checkpoint, device: String, load: Duration) -> Run<'a> {
         let shape = &checkpoint.config.shape;
         Run {
             args,
@@ -190,6 +193,7 @@ impl<'a> Run<'a> {
             model: record::model_name(checkpoint),
             weights_per_token: checkpoint.weights.bytes_per_token(shape),
             device,
+            load,
             threads: devices::threads(&args.device),
             machine: Machine::here(),
         }
@@ -216,6 +220,7 @@ impl<'a> Run<'a> {
             kv: kv.name(),
             model: self.model.clone(),
             shape: Sizes::of(self.shape),
+            load_s: Some((self.load.as_secs_f64() * 1e3).round() / 1e3),
             context: measured.context,
             decode_tokens: decode,
             sessions: self.args.sessions.into(),

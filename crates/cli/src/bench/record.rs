@@ -27,6 +27,9 @@ pub struct Record {
     pub kv: String,
     pub model: String,
     pub shape: Sizes,
+    /// Older records have none.
+    #[serde(default)]
+    pub load_s: Option<f64>,
     pub context: usize,
     pub decode_tokens: usize,
     /// Records of before there were several have none.
@@ -139,6 +142,7 @@ pub mod tests {
             kv: "f32".into(),
             model: "tiny".into(),
             shape: Sizes::of(&Shape::DEMO),
+            load_s: Some(1.5),
             context,
             decode_tokens: 64,
             sessions: 1,

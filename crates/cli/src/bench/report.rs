@@ -8,10 +8,11 @@ use crate::output::{bytes, grouped};
 /// What holds for all contexts.
 pub fn head(first: &Record, weights_bytes: usize) -> String {
     let m = &first.machine;
+    let load = first.load_s.map_or_else(String::new, |seconds| format!(", loaded in {seconds:.2} s"));
     let commit = first.commit.as_deref().map_or_else(String::new, |commit| format!(", commit {commit}"));
     format!(
         "engine     {}{commit}\nmachine    {}, {} cores, {}, {}\ndevice     {}, KV cache in {}\nmodel      {}: {} layers, \
-         vocabulary {}, {} of weights",
+         vocabulary {}, {} of weights{load}",
         first.engine,
         m.cpu,
         m.cores,
