@@ -15,7 +15,7 @@ use lily_server::replicas::Replicas;
 use lily_server::script::{Script, ScriptBackend};
 use lily_server::service::ServiceSettings;
 use lily_server::turns::Turns;
-use lily_server::{Origins, Settings, life, page};
+use lily_server::{Hosts, Origins, Settings, life, page};
 use tokio::net::TcpListener;
 
 use crate::args::ModelArgs;
@@ -50,6 +50,10 @@ pub struct ServeArgs {
     /// machine.
     #[arg(long, value_name = "ORIGIN")]
     cors: Vec<String>,
+    /// Name by which the server may be called, beside its addresses and localhost, like `lily.example.org`, or `*`; may be given several
+    /// times. Default: any where it listens on more than this machine, else none.
+    #[arg(long, value_name = "NAME")]
+    allow_host: Vec<String>,
     /// Name of the model for clients. Default: name of its directory.
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
@@ -84,6 +88,9 @@ pub struct ServeArgs {
     /// Write a record of each request here: ids of its prompt, settings, ids and text of its answer.
     #[arg(long, value_name = "DIR")]
     trace_dir: Option<PathBuf>,
+    /// Keep the thinking of earlier turns in prompts, unless a request says otherwise.
+    #[arg(long)]
+    preserve_thinking: bool,
     /// Replay outputs from this file instead of running a model; see docs/server.md.
     #[arg(long, value_name = "FILE", conflicts_with = "model")]
     script: Option<PathBuf>,
@@ -124,8 +131,14 @@ pub fn serve(args: &ServeArgs) -> anyhow::Result<()> {
         ..ServiceSettings::default()
     };
     let turns: Arc<dyn Turns> = Arc::new(Replicas::start(engines, &settings)?);
-    let settings =
-        Settings { api_key: args.api_key.clone(), body_limit_bytes: args.body_limit, origins, ..Settings::default() };
+    let settings = Settings {
+        api_key: args.api_key.clone(),
+        body_limit_bytes: args.body_limit,
+        origins,
+        hosts: hosts(&args.allow_host, args.host),
+        preserve_thinking: args.preserve_thinking.then_some(true),
+        ..Settings::default()
+    };
     let router = lily_server::router(Arc::clone(&turns), settings, page::routes());
     eprintln!("lily: {device}");
     eprintln!(
@@ -179,11 +192,24 @@ fn options(
     checkpoint: &Checkpoint,
     replica: usize,
 ) -> anyhow::Result<EngineOptions> {
-    let Caps { overlaps, max_rows, .. } = *backend.caps();
+    let Caps { overlaps, max_rows, max_context, bytes_per_token, bytes_per_state, .. } = *backend.caps();
     let by_device = |values: [usize; 2]| if overlaps { values[0] } else { values[1] };
     let running = args.parallel.unwrap_or_else(|| by_device(RUNNING).min(max_rows));
     if running == 0 {
         return Err(Usage("--parallel 0: expected at least 1".into()).into());
+    }
+    let memory = args.cache_memory.or_else(|| devices::session_memory(backend, checkpoint));
+    let longest = bytes_per_state + max_context * bytes_per_token;
+    if let (Some(ctx), Some(memory)) = (args.model.ctx, memory)
+        && longest > memory
+    {
+        return Err(Usage(format!(
+            "--ctx {ctx}: a conversation of so many tokens takes {}, and there are {} for all conversations; ask for a shorter \
+             context, or for more memory with --cache-memory",
+            bytes(longest),
+            bytes(memory)
+        ))
+        .into());
     }
     // Another checkpoint's sessions are of no use, and are left alone.
     let fingerprint = lily_backend::export::fingerprint(checkpoint, "");
@@ -195,12 +221,7 @@ fn options(
         running,
         waiting: args.queue.max(1),
         chunk: Some(args.prefill_chunk.unwrap_or_else(|| by_device(CHUNK))),
-        sessions: SessionOptions {
-            most: SESSIONS.max(running),
-            memory: args.cache_memory.or_else(|| devices::session_memory(backend, checkpoint)),
-            room: Some(ROOM),
-            store,
-        },
+        sessions: SessionOptions { most: SESSIONS.max(running), memory, room: Some(ROOM), store },
         ..EngineOptions::single()
     })
 }
@@ -214,6 +235,12 @@ fn origins(listed: &[String]) -> anyhow::Result<Origins> {
         list if list.iter().any(|origin| origin == "*") => Origins::Any,
         list => Origins::Listed(list.to_vec()),
     })
+}
+
+/// A server that other machines can reach has names that it does not know.
+fn hosts(listed: &[String], address: IpAddr) -> Hosts {
+    let any = if listed.is_empty() { !address.is_loopback() } else { listed.iter().any(|name| name == "*") };
+    if any { Hosts::Any } else { Hosts::Local(listed.to_vec()) }
 }
 
 /// Comes with Ctrl-C or the signal that service managers send. A second Ctrl-C ends at once.
@@ -267,7 +294,18 @@ fn parse_bytes(text: &str) -> Result<usize, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::parse_bytes;
+    use super::{Hosts, hosts, parse_bytes};
+
+    #[test]
+    fn only_a_server_that_others_reach_has_any_name() {
+        let named = |names: &[&str]| Hosts::Local(names.iter().map(|name| (*name).to_owned()).collect());
+        let of = |listed: &[&str], address: &str| {
+            hosts(&listed.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>(), address.parse().unwrap())
+        };
+        assert_eq!([of(&[], "127.0.0.1"), of(&[], "::1")], [named(&[]), named(&[])]);
+        assert_eq!([of(&[], "0.0.0.0"), of(&["*"], "127.0.0.1")], [Hosts::Any, Hosts::Any]);
+        assert_eq!([of(&["a.b"], "127.0.0.1"), of(&["a.b"], "0.0.0.0")], [named(&["a.b"]), named(&["a.b"])]);
+    }
 
     #[test]
     fn sizes_have_units() {

@@ -101,6 +101,8 @@ fn prompts_that_cannot_be_run_are_refused_with_what_to_do() {
     let long = "word ".repeat(200);
     refuses(&run(&["run", &long, "--model", &model, "--ctx", "100"]), 2, &["context", "100"]);
     refuses(&run(&["run", "x", "--model", &model, "--ctx", "0"]), 2, &["--ctx 0", "262,144"]);
+    let serve = ["serve", "--port", "0", "--model", &model, "--ctx", "200000", "--cache-memory", "1MB"];
+    refuses(&run(&serve), 2, &["--ctx 200000", "--cache-memory"]);
     refuses(&run(&["run", "x", "--model", &model, "--temperature", "9"]), 2, &["temperature", "9"]);
     refuses(&run(&["run", "x", "--model", &model, "--logit-bias", "1024=1"]), 2, &["logit_bias", "1024"]);
     refuses(&run(&["run", "x", "--model", &model, "--backend", "reference"]), 2, &["reference"]);

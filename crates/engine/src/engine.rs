@@ -2,8 +2,11 @@
 //! the device after the other.
 //!
 //! A step has a row for each answer that can go on, and at most one chunk of one prompt, so that a long prompt delays the others
-//! by one chunk at a time. Prompts take turns. Where a chunk ends depends on the prompt and on the engine's options alone, never on
-//! the other requests, so that an answer does not depend on them either.
+//! by one chunk at a time. Prompts take turns, and so do all where there are more than a step has rows. Where a chunk ends depends on
+//! the prompt and on the engine's options alone, never on the other requests, so that an answer does not depend on them either.
+//!
+//! What a request in progress has read is shared, as what is parked is: a prompt with the same beginning waits until it is read, and goes
+//! on from a copy.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,13 +17,17 @@ use crate::error::{EngineError, Result};
 use crate::generation::{Event, FinishReason, Generation};
 use crate::job::{Happened, Job};
 use crate::request::{GenerateRequest, MAX_LOGPROBS, RequestId};
-use crate::session::Session;
+use crate::session::{Session, common_length};
 use crate::sessions::{CacheCounts, Found, SessionOptions, Sessions};
 use crate::text::{Prompt, TextModel};
 
 /// Steps in flight while decoding, where the backend overlaps them: the device runs one while the tokens of the one
 /// before are looked at. More would only waste more steps at the end.
 const STEPS_IN_FLIGHT: usize = 2;
+
+/// A request waits for another one's prompt, or takes a copy of its session, if that saves this many tokens: both hold up the others
+/// for a step.
+const WORTH_SHARING: usize = 256;
 
 /// Added to a logit, excludes it: far below every logit and bias, and finite after division by any temperature.
 const EXCLUDED: f32 = -1e9;
@@ -99,7 +106,7 @@ pub struct Engine {
     holes: Vec<(u32, f32)>,
     options: EngineOptions,
     waiting: VecDeque<Job>,
-    /// In the order in which their prompts take turns.
+    /// In the order in which they take turns: the one whose last row is the longest ago comes first.
     running: Vec<Running>,
     sessions: Sessions,
     in_flight: VecDeque<Flight>,
@@ -320,25 +327,80 @@ impl Engine {
             self.land();
             self.release();
         }
-        while self.running.len() < self.options.running
-            && let Some(mut job) = self.waiting.pop_front()
-        {
-            let in_use = self.in_use();
-            match self.sessions.find(self.backend.as_mut(), &job.prompt.ids, job.longest(), in_use) {
+        let mut index = 0;
+        while self.running.len() < self.options.running && index < self.waiting.len() {
+            if self.is_being_read(&self.waiting[index].prompt.ids) {
+                index += 1;
+                continue;
+            }
+            let Some(mut job) = self.waiting.remove(index) else { return };
+            let found = match self.share(&job) {
+                Some((session, cached_tokens)) => Ok(Found::Session(session, cached_tokens)),
+                None => {
+                    let in_use = self.in_use();
+                    self.sessions.find(self.backend.as_mut(), &job.prompt.ids, job.longest(), in_use)
+                }
+            };
+            match found {
                 Ok(Found::Session(session, cached_tokens)) => {
                     self.events.push((job.id, Ok(job.begin(cached_tokens))));
                     self.running.push(Running { job, session, lost: false });
                 }
-                Ok(Found::Later) => return self.waiting.push_front(job),
+                Ok(Found::Later) => return self.waiting.insert(index, job),
                 Err(error) => self.events.push((job.id, Err(error))),
             }
         }
     }
 
+    /// Whether a request in progress is about to read more of a prompt than any other session has.
+    fn is_being_read(&self, prompt: &[u32]) -> bool {
+        let (mut known, mut coming) = (self.sessions.reusable(prompt), 0);
+        for running in self.running.iter().filter(|running| !running.lost) {
+            let will = self.will_share(&running.job.prompt, prompt);
+            if !running.job.is_over() && running.session.position() < will {
+                coming = coming.max(will);
+            } else {
+                known = known.max(running.session.reusable(prompt));
+            }
+        }
+        coming >= known + WORTH_SHARING
+    }
+
+    /// How much of `prompt` a session will have at a snapshot once it has read another prompt.
+    fn will_share(&self, other: &Prompt, prompt: &[u32]) -> usize {
+        let common = common_length(&other.ids, &prompt[..prompt.len() - 1]);
+        let branch = other.branches.iter().copied().rfind(|branch| *branch <= common).unwrap_or(0);
+        // The whole of a prompt is no place to keep a snapshot at.
+        branch.max(common.min(other.ids.len() - 1) / self.snapshot_every() * self.snapshot_every())
+    }
+
+    /// A copy of what a request in progress has of a prompt, if that is worth it.
+    fn share(&mut self, job: &Job) -> Option<(Session, usize)> {
+        let prompt = &job.prompt.ids;
+        let reusable = |running: &Running| if running.lost { 0 } else { running.session.reusable(prompt) };
+        let nearest = (0..self.running.len()).max_by_key(|index| reusable(&self.running[*index]))?;
+        let worth = self.sessions.reusable(prompt) + WORTH_SHARING;
+        if reusable(&self.running[nearest]) < worth {
+            return None;
+        }
+        // No step may be on its way.
+        while self.running[nearest].session.in_flight() > 0 {
+            self.land();
+        }
+        let cached_tokens = reusable(&self.running[nearest]);
+        if cached_tokens < worth {
+            return None;
+        }
+        let in_use = self.in_use();
+        let session = &self.running[nearest].session;
+        let copy = self.sessions.copy(self.backend.as_mut(), session, job.longest(), cached_tokens, in_use);
+        copy.map(|session| (session, cached_tokens))
+    }
+
     /// The rows of the next step: which request feeds what.
     fn plan(&mut self, most_in_flight: usize) -> Vec<(usize, Input)> {
         let mut rows = Vec::new();
-        let mut prompt = None;
+        let mut has_prompt = false;
         for index in 0..self.running.len() {
             if rows.len() == self.caps().max_rows {
                 break;
@@ -350,8 +412,9 @@ impl Engine {
             let total = job.prompt.ids.len();
             if session.position() < total {
                 // A chunk has to land before the next, which may begin with a snapshot.
-                if prompt.is_none() && session.in_flight() == 0 {
-                    prompt = Some(index);
+                if !has_prompt && session.in_flight() == 0 && self.has_room(index, total) {
+                    has_prompt = true;
+                    rows.push((index, Input::Tokens(self.next_chunk(index))));
                 }
                 continue;
             }
@@ -361,12 +424,6 @@ impl Engine {
             {
                 rows.push((index, input));
             }
-        }
-        if let Some(index) = prompt
-            && rows.len() < self.caps().max_rows
-            && self.has_room(index, self.running[index].job.prompt.ids.len())
-        {
-            rows.push((index, Input::Tokens(self.next_chunk(index))));
         }
         rows
     }
@@ -420,6 +477,10 @@ impl Engine {
         job.prompt.ids[start..end].to_vec()
     }
 
+    fn snapshot_every(&self) -> usize {
+        self.options.snapshot_every.next_multiple_of(self.chunk())
+    }
+
     fn chunk(&self) -> usize {
         let most = self.caps().max_chunk;
         self.options.chunk.map_or(most, |chunk| chunk.clamp(1, most))
@@ -462,10 +523,9 @@ impl Engine {
                 self.mask(ticket, row, *index);
             }
         }
-        // The next step begins with another prompt.
-        if let Some((index, Input::Tokens(_))) = rows.last() {
-            let turn = self.running.remove(*index);
-            self.running.push(turn);
+        // Those who had a row come behind those who had none.
+        if let Some(flight) = self.in_flight.back() {
+            self.running.sort_by_key(|running| flight.rows.contains(&running.job.id));
         }
         true
     }
@@ -519,7 +579,7 @@ impl Engine {
 
     /// More of a prompt is in its state: keeps a snapshot if later prompts may come back here.
     fn chunk_landed(&mut self, index: usize) {
-        let every = self.options.snapshot_every.next_multiple_of(self.chunk());
+        let every = self.snapshot_every();
         let in_use = self.in_use();
         let Running { job, session, .. } = &mut self.running[index];
         let (done, total) = (session.position(), job.prompt.ids.len());

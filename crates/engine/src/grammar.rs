@@ -21,8 +21,9 @@ const JSON_SPACE: &str = r"[ \n\t]{0,32}";
 const THINK_END: &str = "\n</think>\n\n";
 const THINK_CLOSE: &[u8] = b"</think>";
 
-/// What may stand between `</think>` and the answer; also where the prompt closed the block, since tokens may begin with a space.
-const BEHIND_THINKING: &str = r"/\n{0,2} ?/";
+/// What may stand between a `</think>` of the model's own and the answer. It belongs to neither; where the prompt closed the block it
+/// would be content.
+const BEHIND_THINKING: &str = r"/\n{0,2}/";
 
 /// Makes constraints for the tokens of one checkpoint. Building it looks at every token, which takes a good part of a second
 /// at 248,000 of them.
@@ -69,22 +70,28 @@ impl Grammars {
         Ok(Grammars { factory, think_end, not_the_end, text })
     }
 
-    /// JSON of a schema.
+    /// JSON of a schema. `in_thinking`, here and below: whether the prompt leaves its think block open.
     ///
     /// # Errors
     /// In words, if the schema is none or says what cannot be held to.
-    pub fn json(&self, schema: &Value) -> Result<Grammar, String> {
-        self.build(format!("start: {BEHIND_THINKING} answer\nanswer: {}\n", checked_json_rule(schema)?))
+    pub fn json(&self, in_thinking: bool, schema: &Value) -> Result<Grammar, String> {
+        self.build(in_thinking, &format!("answer\nanswer: {}\n", checked_json_rule(schema)?))
     }
 
     /// JSON of a schema, or else calls as by [`Grammars::calls`].
     ///
     /// # Errors
     /// As of the two.
-    pub fn json_or_calls(&self, schema: &Value, tools: &Value, several: bool) -> Result<Grammar, String> {
+    pub fn json_or_calls(
+        &self,
+        in_thinking: bool,
+        schema: &Value,
+        tools: &Value,
+        several: bool,
+    ) -> Result<Grammar, String> {
         let answer = checked_json_rule(schema)?;
         let calls = call_rules(tools, None, several)?;
-        self.build(format!("start: {BEHIND_THINKING} (answer | calls)\nanswer: {answer}\n{calls}"))
+        self.build(in_thinking, &format!("(answer | calls)\nanswer: {answer}\n{calls}"))
     }
 
     /// One or, if `several`, more calls of `tools` (a list in the format of OpenAI's API), or of the one named `only`.
@@ -93,15 +100,23 @@ impl Grammars {
     ///
     /// # Errors
     /// In words, if there is no such tool, or its schema says what cannot be held to.
-    pub fn calls(&self, tools: &Value, only: Option<&str>, several: bool) -> Result<Grammar, String> {
-        self.build(format!("start: {BEHIND_THINKING} calls\n{}", call_rules(tools, only, several)?))
+    pub fn calls(
+        &self,
+        in_thinking: bool,
+        tools: &Value,
+        only: Option<&str>,
+        several: bool,
+    ) -> Result<Grammar, String> {
+        self.build(in_thinking, &format!("calls\n{}", call_rules(tools, only, several)?))
     }
 
-    fn build(&self, lark: String) -> Result<Grammar, String> {
-        let parser = self.factory.create_parser(TopLevelGrammar::from_lark(lark)).map_err(words_of)?;
-        let matcher = Matcher::new(Ok(parser));
+    /// `answer`: the rule of the answer, and all that it refers to.
+    fn build(&self, in_thinking: bool, answer: &str) -> Result<Grammar, String> {
+        let lark = format!("start: {} {answer}", if in_thinking { BEHIND_THINKING } else { "" });
+        let parser = self.factory.create_parser(TopLevelGrammar::from_lark(lark));
+        let matcher = Matcher::new(Ok(parser.map_err(|error| reason_of(&words_of(error)))?));
         match matcher.get_error() {
-            Some(error) => Err(error),
+            Some(error) => Err(reason_of(&error)),
             None => Ok(Grammar(matcher)),
         }
     }
@@ -131,6 +146,12 @@ impl Grammars {
 
 fn words_of(error: impl std::fmt::Display) -> String {
     error.to_string()
+}
+
+/// What is wrong with a schema, without the grammar that it became a part of.
+fn reason_of(error: &str) -> String {
+    let line = error.lines().next().unwrap_or_default();
+    line.split_once("JSON schema: ").map_or(line, |(_, reason)| reason).to_owned()
 }
 
 /// A schema as a Lark term.
@@ -312,7 +333,7 @@ mod tests {
 
     fn takes_json(schema: Value, text: &str) -> bool {
         let grammars = grammars();
-        let grammar = grammars.json(&schema).unwrap();
+        let grammar = grammars.json(false, &schema).unwrap();
         takes(&mut *grammars.constraint(false, None, Some(grammar)).unwrap(), text)
     }
 
@@ -333,11 +354,13 @@ mod tests {
             assert!(!takes_json(schema.clone(), wrong), "{wrong}");
         }
         assert!(takes_json(json!({"type": "object"}), r#"{"a": [1, null, {"b": true}]}"#));
+        // The think block was closed by the prompt: white space would be content.
+        assert!(!takes_json(json!({"type": "object"}), "\n\n{}") && !takes_json(json!({"type": "object"}), " {}"));
         assert!(!takes_json(json!({"type": "object"}), "[1]"));
         // Without end it could go on like this.
         assert!(!takes_json(json!({"type": "object"}), &format!("{{{}}}", "\n".repeat(100))));
-        assert!(grammars().json(&json!("text")).is_err());
-        assert!(grammars().json(&json!({"type": "whatever"})).is_err());
+        assert!(grammars().json(false, &json!("text")).is_err());
+        assert_eq!(grammars().json(false, &json!({"type": "whatever"})).err().unwrap(), "Invalid type: whatever");
     }
 
     fn tools() -> Value {
@@ -364,7 +387,7 @@ mod tests {
         let lines = "<parameter=lines>\n[1, 2]\n</parameter>\n";
         let grammars = grammars();
         let takes = |only: Option<&str>, several, text: &str| {
-            let grammar = grammars.calls(&tools(), only, several).unwrap();
+            let grammar = grammars.calls(false, &tools(), only, several).unwrap();
             takes(&mut *grammars.constraint(false, None, Some(grammar)).unwrap(), text)
         };
         let whole = write(&[path, mode, lines].concat());
@@ -384,18 +407,44 @@ mod tests {
             assert!(!takes(None, false, &wrong), "{wrong}");
         }
         assert!(!takes(Some("write"), false, now));
-        let either = || grammars.json_or_calls(&json!({"type": "object"}), &tools(), true).unwrap();
+        let either = || grammars.json_or_calls(false, &json!({"type": "object"}), &tools(), true).unwrap();
         for (text, allowed) in [("{\"a\": 1}", true), (now, true), ("Neither.", false)] {
             assert_eq!(self::takes(&mut *grammars.constraint(false, None, Some(either())).unwrap(), text), allowed);
         }
-        assert!(grammars.calls(&tools(), Some("read"), false).is_err());
-        assert!(grammars.calls(&Value::Null, None, false).is_err());
+        assert!(grammars.calls(false, &tools(), Some("read"), false).is_err());
+        assert!(grammars.calls(false, &Value::Null, None, false).is_err());
+    }
+
+    #[test]
+    fn a_call_without_arguments_closes_at_once() {
+        let grammars = grammars();
+        for parameters in [
+            json!(null),
+            json!({}),
+            json!({"type": "object", "properties": {}}),
+            json!({"type": "object", "properties": {}, "required": null}),
+            json!({"type": "object", "properties": null, "required": [], "additionalProperties": false}),
+        ] {
+            let tools =
+                json!([{"type": "function", "function": {"name": "now", "parameters": parameters, "strict": true}}]);
+            let takes = |text: &str| {
+                let grammar = grammars.calls(false, &tools, None, false).unwrap();
+                takes(&mut *grammars.constraint(false, None, Some(grammar)).unwrap(), text)
+            };
+            assert!(takes("<tool_call>\n<function=now>\n</function>\n</tool_call>"), "{parameters}");
+            for space in ["\n", "\t", " "] {
+                assert!(
+                    !takes(&format!("<tool_call>\n<function=now>\n{space}</function>\n</tool_call>")),
+                    "{parameters}"
+                );
+            }
+        }
     }
 
     #[test]
     fn the_grammar_begins_behind_the_think_block() {
         let grammars = grammars();
-        let object = || Some(grammars.json(&json!({"type": "object"})).unwrap());
+        let object = || Some(grammars.json(true, &json!({"type": "object"})).unwrap());
         let takes = |budget, text: &str| takes(&mut *grammars.constraint(true, budget, object()).unwrap(), text);
         assert!(takes(None, "Well { [.\n</think>\n\n{}"));
         assert!(takes(None, "</think>{}"));

@@ -8,8 +8,9 @@ use crate::session::Session;
 use crate::store::{Store, StoreOptions};
 
 /// A parked session whose rest has fewer tokens is not copied but cut: to compute them again, if anyone comes back to them, takes
-/// hardly longer than the copy.
-const CUT_WITHOUT_COPY: usize = 256;
+/// less than a second of two cores and nothing of a GPU, while each copy takes the memory of a whole session, for which
+/// another one may have to leave.
+const CUT_WITHOUT_COPY: usize = 32;
 
 /// An entry on the disk must save this many tokens over what is in memory: reading it costs tens of milliseconds, which a fast
 /// device computes some hundred tokens in.
@@ -123,6 +124,37 @@ impl Sessions {
         Ok(Found::Session(session, cached))
     }
 
+    /// How much of a prompt parked sessions have.
+    pub(crate) fn reusable(&self, prompt: &[u32]) -> usize {
+        self.cache.find(prompt).map_or(0, |hit| hit.reusable)
+    }
+
+    /// A copy of a session in use, none of whose steps is in flight, up to a position that [`Session::reusable`] gave. `None`: there
+    /// is no memory for it.
+    pub(crate) fn copy(
+        &mut self,
+        backend: &mut dyn Backend,
+        session: &Session,
+        longest: usize,
+        position: usize,
+        in_use: (usize, usize),
+    ) -> Option<Session> {
+        let capacity = self.capacity(backend.caps(), position, longest).max(session.tokens().len());
+        if !self.make_room_for_session(backend, capacity, in_use, None) {
+            return None;
+        }
+        match session.fork(backend, capacity, position) {
+            Ok(copy) => {
+                self.counts.hits += 1;
+                Some(copy)
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a session in use could not be copied");
+                None
+            }
+        }
+    }
+
     /// Takes a session back whose request is over.
     pub(crate) fn park(&mut self, backend: &mut dyn Backend, session: Session) {
         self.cache.park(backend, session);
@@ -157,6 +189,9 @@ impl Sessions {
     /// Writes the parked sessions to the disk, as far as there is one, and frees them.
     pub(crate) fn clear(&mut self, backend: &mut dyn Backend) {
         while self.evict(backend, None) {}
+        if let Some(store) = &mut self.store {
+            store.finish();
+        }
     }
 
     fn capacity(&self, caps: &Caps, tokens: usize, longest: usize) -> usize {

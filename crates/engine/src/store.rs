@@ -1,6 +1,7 @@
 //! Sessions on the disk: what left the memory, and what a restart is to find again.
 //!
-//! One file per session, written under another name, synced and renamed, so that a file with the right name is whole. It holds
+//! One file per session, written under another name, synced and renamed, so that a file with the right name is whole. Writing costs
+//! the engine a copy into the system's memory; a thread waits for the disk and renames. A file holds
 //!
 //! ```text
 //! "lily session 1\n", number of tokens u64, the tokens u32 each, the state as the backend exports it
@@ -12,6 +13,8 @@
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
 use std::time::SystemTime;
 
 use lily_backend::export::CheckSum;
@@ -45,14 +48,32 @@ pub(crate) struct Entry {
     file: PathBuf,
     bytes: u64,
     used: SystemTime,
+    /// Whether the file is on the disk under its name.
+    finished: bool,
 }
 
 /// The sessions of a folder.
 pub(crate) struct Store {
     options: StoreOptions,
     entries: Vec<Entry>,
+    finisher: Finisher,
     /// Locked as long as the store is open.
     _lock: File,
+}
+
+/// The thread that sees written files on the disk and gives them their names.
+struct Finisher {
+    /// `None`: no more come.
+    written: Option<Sender<Written>>,
+    finished: Receiver<(PathBuf, io::Result<()>)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A file whose bytes were all handed to the system.
+struct Written {
+    open: File,
+    unfinished: PathBuf,
+    file: PathBuf,
 }
 
 impl Store {
@@ -79,7 +100,7 @@ impl Store {
                 _ => {}
             }
         }
-        Ok(Store { options, entries, _lock: lock })
+        Ok(Store { options, entries, finisher: Finisher::start()?, _lock: lock })
     }
 
     /// The tokens of the longest stored session that is a beginning of a prompt and shorter than all of it.
@@ -92,6 +113,9 @@ impl Store {
 
     /// Reads the session with these tokens into a state. `false`: it cannot be used and is gone.
     pub(crate) fn load(&mut self, tokens: &[u32], backend: &mut dyn Backend, state: StateId) -> bool {
+        if self.entries.iter().any(|entry| entry.tokens == tokens && !entry.finished) {
+            self.finish();
+        }
         let Some(index) = self.entries.iter().position(|entry| entry.tokens == tokens) else { return false };
         match read_state(&self.entries[index], backend, state) {
             Ok(()) => {
@@ -123,6 +147,7 @@ impl Store {
             match self.write(backend, session.state(), tokens) {
                 Ok(entry) => {
                     self.entries.push(entry);
+                    self.take_finished();
                     self.keep_within_limit();
                 }
                 Err(error) => tracing::warn!("a session could not be stored: {error}"),
@@ -131,15 +156,44 @@ impl Store {
         session.free(backend);
     }
 
+    /// Waits until all that was saved is on the disk.
+    pub(crate) fn finish(&mut self) {
+        while self.entries.iter().any(|entry| !entry.finished)
+            && let Ok((file, result)) = self.finisher.finished.recv()
+        {
+            self.note_finished(&file, result);
+        }
+        self.keep_within_limit();
+    }
+
+    fn take_finished(&mut self) {
+        while let Ok((file, result)) = self.finisher.finished.try_recv() {
+            self.note_finished(&file, result);
+        }
+    }
+
+    fn note_finished(&mut self, file: &Path, result: io::Result<()>) {
+        match result {
+            Ok(()) => {
+                self.entries.iter_mut().filter(|entry| entry.file == file).for_each(|entry| entry.finished = true)
+            }
+            Err(error) => {
+                tracing::warn!("a session could not be stored: {error}");
+                self.entries.retain(|entry| entry.file != file);
+            }
+        }
+    }
+
     fn write(&self, backend: &mut dyn Backend, state: StateId, tokens: &[u32]) -> Result<Entry, String> {
         let ids: Vec<u8> = tokens.iter().flat_map(|id| id.to_le_bytes()).collect();
         let name = name_of(&ids);
         let unfinished = self.options.folder.join(&name).with_extension(UNFINISHED);
         let file = self.options.folder.join(&name).with_extension(SUFFIX);
-        let written = write_state(&unfinished, &ids, backend, state)
-            .and_then(|bytes| fs::rename(&unfinished, &file).map(|()| bytes).map_err(|e| e.to_string()));
-        match written {
-            Ok(bytes) => Ok(Entry { tokens: tokens.to_vec(), file, bytes, used: SystemTime::now() }),
+        match write_state(&unfinished, &ids, backend, state) {
+            Ok((open, bytes)) => {
+                self.finisher.take(Written { open, unfinished, file: file.clone() })?;
+                Ok(Entry { tokens: tokens.to_vec(), file, bytes, used: SystemTime::now(), finished: false })
+            }
             Err(error) => {
                 // It may not even be there.
                 let _ = fs::remove_file(&unfinished);
@@ -151,7 +205,8 @@ impl Store {
     /// Deletes the longest unused files while all together are too large.
     fn keep_within_limit(&mut self) {
         while self.entries.iter().map(|entry| entry.bytes).sum::<u64>() > self.options.bytes {
-            let oldest = self.entries.iter().enumerate().min_by_key(|(_, entry)| entry.used).map(|(index, _)| index);
+            let finished = self.entries.iter().enumerate().filter(|(_, entry)| entry.finished);
+            let oldest = finished.min_by_key(|(_, entry)| entry.used).map(|(index, _)| index);
             let Some(oldest) = oldest else { return };
             let entry = self.entries.swap_remove(oldest);
             if let Err(error) = fs::remove_file(&entry.file) {
@@ -161,8 +216,48 @@ impl Store {
     }
 }
 
-/// Writes a whole file and sees it on the disk; gives its size.
-fn write_state(file: &Path, ids: &[u8], backend: &mut dyn Backend, state: StateId) -> Result<u64, String> {
+impl Finisher {
+    fn start() -> io::Result<Finisher> {
+        let (written, to_finish) = channel::<Written>();
+        let (done, finished) = channel();
+        let thread = std::thread::Builder::new().name("session files".into()).spawn(move || {
+            for file in to_finish {
+                let result = file.finish();
+                // The store waits for the thread before it is gone.
+                let _ = done.send((file.file, result));
+            }
+        })?;
+        Ok(Finisher { written: Some(written), finished, thread: Some(thread) })
+    }
+
+    fn take(&self, file: Written) -> Result<(), String> {
+        let sent = self.written.as_ref().map(|written| written.send(file));
+        sent.and_then(Result::ok).ok_or_else(|| "the thread that finishes files has ended".to_owned())
+    }
+}
+
+impl Drop for Finisher {
+    fn drop(&mut self) {
+        self.written = None;
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread that finishes session files ended by a panic");
+        }
+    }
+}
+
+impl Written {
+    fn finish(&self) -> io::Result<()> {
+        let result = self.open.sync_all().and_then(|()| fs::rename(&self.unfinished, &self.file));
+        if result.is_err() {
+            // What is left is deleted at the next start.
+            let _ = fs::remove_file(&self.unfinished);
+        }
+        result
+    }
+}
+
+/// Writes a whole file; gives it and its size.
+fn write_state(file: &Path, ids: &[u8], backend: &mut dyn Backend, state: StateId) -> Result<(File, u64), String> {
     let io = |error: io::Error| error.to_string();
     let mut out = BufWriter::with_capacity(1 << 20, File::create(file).map_err(io)?);
     out.write_all(MAGIC).map_err(io)?;
@@ -170,8 +265,8 @@ fn write_state(file: &Path, ids: &[u8], backend: &mut dyn Backend, state: StateI
     out.write_all(ids).map_err(io)?;
     backend.export(state, &mut out).map_err(|e| e.to_string())?;
     let file = out.into_inner().map_err(|e| e.to_string())?;
-    file.sync_all().map_err(io)?;
-    Ok(file.metadata().map_err(io)?.len())
+    let bytes = file.metadata().map_err(io)?.len();
+    Ok((file, bytes))
 }
 
 /// Reads what [`write_state`] wrote into a state.
@@ -180,6 +275,9 @@ fn read_state(entry: &Entry, backend: &mut dyn Backend, state: StateId) -> Resul
     let before = (HEADER + 4 * entry.tokens.len()) as u64;
     from.seek(SeekFrom::Start(before)).map_err(|e| e.to_string())?;
     backend.import(state, &mut from).map_err(|e| e.to_string())?;
+    if from.read(&mut [0]).map_err(|e| e.to_string())? > 0 {
+        return Err("it goes on behind its end".into());
+    }
     match backend.position(state) {
         Ok(position) if position == entry.tokens.len() => Ok(()),
         _ => Err("its state has other tokens".into()),
@@ -214,7 +312,7 @@ fn read_entry(file: &Path) -> io::Result<Entry> {
     }
     let (ids, _) = ids.as_chunks::<4>();
     let tokens = ids.iter().map(|id| u32::from_le_bytes(*id)).collect();
-    Ok(Entry { tokens, file: file.to_owned(), bytes: metadata.len(), used: metadata.modified()? })
+    Ok(Entry { tokens, file: file.to_owned(), bytes: metadata.len(), used: metadata.modified()?, finished: true })
 }
 
 fn discard(file: &Path, reason: &str) {

@@ -4,6 +4,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
 
+use lily_backend::export::read;
 use lily_backend::{
     Backend, Caps, Error, Input, LogProbs, MemoryReport, Output, Result, Row, RowOutput, SampledToken, SnapshotId,
     StateId, Step, Ticket, Want,
@@ -310,15 +311,18 @@ impl Backend for Scripted {
     }
 
     fn export(&mut self, state: StateId, to: &mut dyn Write) -> Result<()> {
-        let bytes: Vec<u8> = self.states[&state].fed.iter().flat_map(|id| id.to_le_bytes()).collect();
-        to.write_all(&bytes)?;
+        let fed = &self.states[&state].fed;
+        to.write_all(&(fed.len() as u64).to_le_bytes())?;
+        to.write_all(&fed.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>())?;
         Ok(to.write_all(b"end")?)
     }
 
     fn import(&mut self, state: StateId, from: &mut dyn Read) -> Result<()> {
-        let mut bytes = Vec::new();
-        from.read_to_end(&mut bytes)?;
-        let Some(bytes) = bytes.strip_suffix(b"end") else { return Err(Error::BadExport("it ends too early".into())) };
+        let mut count = [0; 8];
+        read(from, &mut count)?;
+        let mut bytes = vec![0; 4 * u64::from_le_bytes(count) as usize + 3];
+        read(from, &mut bytes)?;
+        let Some(bytes) = bytes.strip_suffix(b"end") else { return Err(Error::BadExport("it has no end".into())) };
         let fed: Vec<u32> = bytes.as_chunks().0.iter().map(|id| u32::from_le_bytes(*id)).collect();
         let state = self.states.get_mut(&state).unwrap();
         *state = State { capacity: state.capacity, prompt: fed.len(), fed, ..State::default() };

@@ -172,6 +172,26 @@ fn a_branch_continues_bit_for_bit_like_a_cold_run_with_the_same_borders() {
     }
 }
 
+/// Where a prompt leaves another, at every length: all layers go back there, or none.
+#[test]
+fn every_boundary_continues_bit_for_bit_like_a_cold_run() {
+    let golden = Goldens::tiny().prompt(1000).ids;
+    let mut engine = open(48);
+    for boundary in 1..=300 {
+        let known = &golden[..boundary];
+        let first = Prompt { branches: vec![boundary], ..[known, &golden[400..403]].concat().into() };
+        let second = Prompt { branches: vec![boundary], ..[known, &golden[600..605]].concat().into() };
+        run(&mut engine, &first, greedy(1));
+        let (warm, end) = run(&mut engine, &second, greedy(3));
+        assert_eq!(end.cached_tokens, boundary);
+        engine.clear_cache();
+        let (cold, end) = run(&mut engine, &second, greedy(3));
+        assert_eq!(end.cached_tokens, 0);
+        assert_eq!(warm, cold, "{boundary}");
+        engine.clear_cache();
+    }
+}
+
 #[test]
 fn an_answer_after_cancelling_is_that_of_a_cold_run() {
     let golden = Goldens::tiny().prompt(300).ids;
@@ -198,6 +218,23 @@ fn an_answer_after_cancelling_is_that_of_a_cold_run() {
         assert!(fed.contains(&end.cached_tokens), "{}", end.cached_tokens);
         assert_same_where_decided(&rest, &cold[16..]);
     }
+}
+
+#[test]
+fn a_long_prompt_takes_memory_for_its_tokens_only() {
+    let golden = Goldens::tiny().prompt(1000).ids;
+    let sessions = SessionOptions { room: Some(64), ..EngineOptions::single().sessions };
+    let [short, long] = [64, 1500].map(|length| {
+        let mut engine = open_with(48, EngineOptions { sessions: sessions.clone(), ..EngineOptions::single() });
+        let prompt: Vec<u32> = golden.iter().copied().cycle().take(length).collect();
+        run(&mut engine, &prompt.into(), greedy(2));
+        (engine.memory(), engine.caps().clone())
+    });
+    let (caps, [short, long]) = (short.1, [short.0, long.0]);
+    // Rooms come in steps of 1024 tokens.
+    assert_eq!(long.states - short.states, 1024 * caps.bytes_per_token);
+    assert_eq!((long.scratch, long.weights_owned), (short.scratch, short.weights_owned));
+    assert!(long.snapshots <= 6 * caps.bytes_per_state);
 }
 
 #[test]

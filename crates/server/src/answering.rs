@@ -9,6 +9,7 @@ use lily_engine::{
 use lily_model::chat::Rendered;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
+use tokio::time::sleep_until;
 
 use crate::ids;
 use crate::service::{EngineEvents, Shared, TurnInProgress};
@@ -16,6 +17,7 @@ use crate::trace;
 use crate::turn::{
     Format, Input, TokenLogProb, TokenText, ToolChoice, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest, Usage,
 };
+use crate::turns::Told;
 
 /// Makes a call improbable without touching the prompt; the largest bias that requests may have.
 const NEVER: f32 = -100.0;
@@ -99,14 +101,16 @@ fn constraint(
     };
     let grammar = match (forced, schema, tools) {
         (Some(only), _, tools) => {
-            let calls = shared.grammars()?.calls(tools.unwrap_or(&Value::Null), only, several);
+            let calls = shared.grammars()?.calls(in_thinking, tools.unwrap_or(&Value::Null), only, several);
             Some(calls.map_err(wrong("tool_choice"))?)
         }
         (None, Some(schema), Some(tools)) if turn.tool_choice == ToolChoice::Auto => {
-            let either = shared.grammars()?.json_or_calls(&schema, tools, several);
+            let either = shared.grammars()?.json_or_calls(in_thinking, &schema, tools, several);
             Some(either.map_err(wrong("response_format"))?)
         }
-        (None, Some(schema), _) => Some(shared.grammars()?.json(&schema).map_err(wrong("response_format"))?),
+        (None, Some(schema), _) => {
+            Some(shared.grammars()?.json(in_thinking, &schema).map_err(wrong("response_format"))?)
+        }
         (None, None, _) => None,
     };
     if grammar.is_none() && turn.max_thinking_tokens.is_none() {
@@ -120,7 +124,7 @@ pub(crate) async fn answer(
     turn: TurnInProgress,
     prepared: Prepared,
     mut events: EngineEvents,
-    listener: mpsc::Sender<Result<TurnEvent, TurnError>>,
+    listener: mpsc::Sender<Told>,
 ) {
     let shared = Arc::clone(&turn.0);
     let settings = &shared.settings;
@@ -128,23 +132,41 @@ pub(crate) async fn answer(
     let cancel = prepared.cancel.clone();
     let started = TurnEvent::Started { prompt_tokens: prepared.prompt.ids.len() };
     let mut reading = Reading::new(&shared, prepared);
-    if listener.send(Ok(started)).await.is_err() {
+    if listener.send(Ok(started).into()).await.is_err() {
         return cancel.cancel();
     }
+    let mut heard = tokio::time::Instant::now();
+    let mut alarm = std::pin::pin!(sleep_until(heard));
     'turn: while !reading.over {
-        let limit = tokio::time::Instant::now() + settings.stall_limit;
-        let limit = deadline.map_or(limit, |deadline| deadline.min(limit));
         let event = tokio::select! {
             // Events that are there are taken first of all; a client that went away is noticed at once.
             biased;
-            event = events.recv() => event.map_or(Err(TurnError::ShuttingDown), |event| event.map_err(TurnError::from)),
+            event = events.recv() => event,
             () = listener.closed() => break,
-            () = tokio::time::sleep_until(limit) => {
-                Err(TurnError::TimedOut(timed_out(settings.turn_limit.filter(|_| deadline == Some(limit)))))
+            () = alarm.as_mut() => {
+                let stalled = heard + settings.stall_limit;
+                let limit = deadline.map_or(stalled, |deadline| deadline.min(stalled));
+                // Set again only where it rings: not at every token.
+                if limit > tokio::time::Instant::now() {
+                    alarm.as_mut().reset(limit);
+                    continue;
+                }
+                let reason = timed_out(settings.turn_limit.filter(|_| deadline == Some(limit)));
+                reading.fail(&TurnError::TimedOut(reason.clone()));
+                let _ = listener.send(Err(TurnError::TimedOut(reason)).into()).await;
+                break;
             }
         };
+        heard = tokio::time::Instant::now();
+        let (had_at, event) = event.map_or_else(
+            || (Instant::now(), Err(TurnError::ShuttingDown)),
+            |(had_at, event)| (had_at, event.map_err(TurnError::from)),
+        );
+        let mut token_at = matches!(event, Ok(Event::Token(_))).then_some(had_at);
         for event in reading.read(event) {
-            if listener.send(event).await.is_err() {
+            // A sign of life is none of the token's.
+            let token_at = if matches!(event, Ok(TurnEvent::Progress { .. })) { None } else { token_at.take() };
+            if listener.send(Told { event, token_at }).await.is_err() {
                 break 'turn;
             }
         }

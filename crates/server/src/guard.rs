@@ -1,9 +1,11 @@
-//! Who may ask, from where, and with how long a body.
+//! Who may ask, from where, by which name of the server, and with how long a body.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use axum::body::Bytes;
 use axum::extract::{Request, State};
+use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -74,6 +76,51 @@ pub async fn refuse_foreign_pages(State(app): State<Arc<App>>, request: Request,
     let message = format!(
         "pages from {} may not use this server; start it with `--cors ORIGIN` to allow them",
         origin.to_str().unwrap_or("this origin")
+    );
+    ApiError::new(StatusCode::FORBIDDEN, message).into_response()
+}
+
+/// Names by which requests may call the server. Its addresses always are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Hosts {
+    /// `localhost`, names below it, and these. Whoever owns another name can have it point at a loopback address once a browser has
+    /// loaded a page from there; for the browser, page and server are then of one origin (DNS rebinding). An address cannot be
+    /// pointed elsewhere.
+    Local(Vec<String>),
+    /// All.
+    Any,
+}
+
+impl Default for Hosts {
+    fn default() -> Hosts {
+        Hosts::Local(Vec::new())
+    }
+}
+
+impl Hosts {
+    fn allow(&self, authority: &str) -> bool {
+        let Hosts::Local(listed) = self else { return true };
+        let Ok(authority) = authority.parse::<Authority>() else { return false };
+        let host = authority.host().trim_end_matches('.').to_ascii_lowercase();
+        let is_address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>().is_ok();
+        let is_listed = listed.iter().any(|name| name.eq_ignore_ascii_case(&host));
+        is_address || host == "localhost" || host.ends_with(".localhost") || is_listed
+    }
+}
+
+/// The layer that refuses what is asked by another name. Requests of programs may have none.
+pub async fn refuse_foreign_names(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let header = request.headers().get(header::HOST).map(HeaderValue::as_bytes);
+    let names = [request.uri().authority().map(|authority| authority.as_str().as_bytes()), header];
+    let foreign = names
+        .into_iter()
+        .flatten()
+        .find(|name| !std::str::from_utf8(name).is_ok_and(|name| app.settings.hosts.allow(name)));
+    let Some(foreign) = foreign else { return next.run(request).await };
+    let message = format!(
+        "this server is asked as {:?}, which is neither an address nor localhost; start it with `--allow-host NAME` to allow the \
+         name",
+        String::from_utf8_lossy(foreign)
     );
     ApiError::new(StatusCode::FORBIDDEN, message).into_response()
 }

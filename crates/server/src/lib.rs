@@ -10,6 +10,7 @@
 pub mod answer;
 mod answering;
 pub mod api;
+mod connection;
 pub mod errors;
 pub mod fields;
 mod guard;
@@ -39,7 +40,8 @@ use axum::middleware::{self, Next};
 use axum::response::Response;
 
 pub use axum::Router;
-pub use guard::Origins;
+pub use guard::{Hosts, Origins};
+use lily_model::chat::Chat;
 use turns::Turns;
 
 /// How the server behaves towards clients.
@@ -51,8 +53,12 @@ pub struct Settings {
     pub body_limit_bytes: usize,
     /// Web pages that may talk to the server.
     pub origins: Origins,
+    /// Names by which it may be called.
+    pub hosts: Hosts,
     /// Longest silence of a stream whose turn makes progress.
     pub heartbeat: Duration,
+    /// Whether thinking of earlier turns stays in the prompt where the request does not say; `None`: the template decides.
+    pub preserve_thinking: Option<bool>,
 }
 
 impl Default for Settings {
@@ -62,9 +68,18 @@ impl Default for Settings {
             // A context of 262,144 tokens is about a megabyte of text; tools and escapes make it a few.
             body_limit_bytes: 32 << 20,
             origins: Origins::default(),
+            hosts: Hosts::default(),
             // Proxies cut silent connections after 30 s or more.
             heartbeat: Duration::from_secs(5),
+            preserve_thinking: None,
         }
+    }
+}
+
+impl Settings {
+    /// Adds what they say to a conversation that does not say it.
+    fn complete(&self, chat: &mut Chat) {
+        chat.preserve_thinking = chat.preserve_thinking.or(self.preserve_thinking);
     }
 }
 
@@ -82,9 +97,10 @@ pub fn router(turns: Arc<dyn Turns>, settings: Settings, pages: Router) -> Route
         .method_not_allowed_fallback(errors::wrong_method)
         .route_layer(middleware::from_fn_with_state(app.clone(), guard::ask_for_key))
         .route_layer(middleware::from_fn_with_state(app.clone(), guard::refuse_foreign_pages))
-        .with_state(app)
+        .with_state(app.clone())
         .merge(pages)
         .fallback(errors::unknown_path)
+        .layer(middleware::from_fn_with_state(app, guard::refuse_foreign_names))
         .layer(middleware::from_fn(errors::shape_errors))
         .layer(middleware::from_fn(name_request))
         .layer(cors)

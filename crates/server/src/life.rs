@@ -9,6 +9,7 @@ use axum::Router;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
+use crate::connection::{self, Connection, Connections};
 use crate::turns::Turns;
 
 /// How often it is looked whether all turns are over.
@@ -35,7 +36,11 @@ pub async fn serve(
         let _ = stopping.send(true);
     });
     let mut closing = stopped.clone();
-    let server = axum::serve(listener, router).with_graceful_shutdown(async move {
+    let turns_of_connections = Arc::clone(&turns);
+    let router = router.layer(axum::middleware::from_fn(connection::follow));
+    let service = router.into_make_service_with_connect_info::<Connection>();
+    let listener = Connections { listener, turns: turns_of_connections };
+    let server = axum::serve(listener, service).with_graceful_shutdown(async move {
         let _ = closing.wait_for(|stop| *stop).await;
     });
     let mut ending = stopped;

@@ -9,7 +9,7 @@ use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets, linear_buckets};
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::turn::{TurnEnd, TurnError, TurnReason};
@@ -34,6 +34,7 @@ pub(crate) struct Metrics {
     completion_tokens: Counter,
     first_token: Histogram,
     between_tokens: Histogram,
+    to_socket: Histogram,
     turn: Histogram,
     running: Gauge,
     waiting: Gauge,
@@ -56,6 +57,8 @@ impl Metrics {
             completion_tokens: Counter::default(),
             first_token: times(),
             between_tokens: times(),
+            // By 10 us around the 100 us that are allowed, in steps of 2 up to a second above.
+            to_socket: Histogram::new(linear_buckets(1e-5, 1e-5, 20).chain(exponential_buckets(4e-4, 2.0, 12))),
             turn: times(),
             running: Gauge::default(),
             waiting: Gauge::default(),
@@ -76,6 +79,12 @@ impl Metrics {
         let seconds = || Unit::Seconds;
         all.register_with_unit("first_token", "From a request to its first token", seconds(), self.first_token.clone());
         all.register_with_unit("between_tokens", "From a token to the next", seconds(), self.between_tokens.clone());
+        all.register_with_unit(
+            "token_to_socket",
+            "From the engine having a token until what it gives is written to its connection",
+            seconds(),
+            self.to_socket.clone(),
+        );
         all.register_with_unit("turn", "From a request to its end", seconds(), self.turn.clone());
         all.register("requests_running", "Requests in progress", self.running.clone());
         all.register("requests_waiting", "Requests that wait for their turn", self.waiting.clone());
@@ -106,6 +115,11 @@ impl Metrics {
     /// Another token, so long after the last.
     pub(crate) fn token(&self, time: Duration) {
         self.between_tokens.observe(time.as_secs_f64());
+    }
+
+    /// What a token gave is written, so long after the engine had the token.
+    pub(crate) fn written(&self, after: Duration) {
+        self.to_socket.observe(after.as_secs_f64());
     }
 
     pub(crate) fn finished(&self, end: &TurnEnd) {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use lily_engine::{Engine, EngineStatus, TextModel};
 
@@ -122,6 +123,10 @@ impl Turns for Replicas {
                 scope.spawn(|| service.stop());
             }
         });
+    }
+
+    fn written(&self, after: Duration) {
+        self.metrics.written(after);
     }
 
     fn metrics(&self) -> String {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use lily_engine::{Engine, EngineError, EngineStatus, Event, GenerateRequest, Grammars, Prompt, RequestId, TextModel};
 use tokio::sync::{mpsc, oneshot};
@@ -49,8 +49,9 @@ impl Default for ServiceSettings {
     }
 }
 
-/// Events of a request on their way to its answer.
-pub(crate) type EngineEvents = mpsc::UnboundedReceiver<Result<Event, EngineError>>;
+/// Events of a request on their way to its answer, with the time at which the engine had them.
+pub(crate) type EngineEvents = mpsc::UnboundedReceiver<EngineEvent>;
+pub(crate) type EngineEvent = (Instant, Result<Event, EngineError>);
 
 /// Serves turns with one engine.
 pub struct Service {
@@ -78,7 +79,7 @@ enum Command {
     Submit {
         prompt: Prompt,
         request: Box<GenerateRequest>,
-        events: mpsc::UnboundedSender<Result<Event, EngineError>>,
+        events: mpsc::UnboundedSender<EngineEvent>,
         accepted: oneshot::Sender<Result<(), EngineError>>,
     },
     Stop,
@@ -204,6 +205,10 @@ impl Turns for Service {
         }
     }
 
+    fn written(&self, after: Duration) {
+        self.shared.metrics.written(after);
+    }
+
     fn metrics(&self) -> String {
         self.shared.metrics.text(&self.status())
     }
@@ -257,7 +262,7 @@ fn run(mut engine: Engine, commands: &Receiver<Command>, shared: &Shared) {
         *shared.status.lock().unwrap_or_else(PoisonError::into_inner) = engine.status();
     }
     for (id, event) in engine.abandon("the server was stopped") {
-        listeners.tell(id, event);
+        listeners.tell(id, Instant::now(), event);
     }
     drop(listeners);
     engine.clear_cache();
@@ -269,6 +274,7 @@ fn step(engine: &mut Engine, listeners: &mut Listeners, shared: &Shared) {
         tracing::error!(message, "a step panicked; its requests have failed");
         catch_unwind(AssertUnwindSafe(|| engine.abandon(&message))).unwrap_or_default()
     });
+    let had_at = Instant::now();
     for (id, event) in events {
         match &event {
             Ok(Event::Finished(_)) => shared.failures.store(0, Ordering::Relaxed),
@@ -277,7 +283,7 @@ fn step(engine: &mut Engine, listeners: &mut Listeners, shared: &Shared) {
             }
             _ => {}
         }
-        listeners.tell(id, event);
+        listeners.tell(id, had_at, event);
     }
 }
 
@@ -288,7 +294,7 @@ fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
 
 /// Who wants to hear of which request.
 #[derive(Default)]
-struct Listeners(HashMap<RequestId, mpsc::UnboundedSender<Result<Event, EngineError>>>);
+struct Listeners(HashMap<RequestId, mpsc::UnboundedSender<EngineEvent>>);
 
 impl Listeners {
     fn submit(
@@ -296,7 +302,7 @@ impl Listeners {
         engine: &mut Engine,
         prompt: Prompt,
         request: GenerateRequest,
-        events: mpsc::UnboundedSender<Result<Event, EngineError>>,
+        events: mpsc::UnboundedSender<EngineEvent>,
         accepted: oneshot::Sender<Result<(), EngineError>>,
     ) {
         let cancel = request.cancel.clone();
@@ -309,11 +315,11 @@ impl Listeners {
         }
     }
 
-    fn tell(&mut self, id: RequestId, event: Result<Event, EngineError>) {
+    fn tell(&mut self, id: RequestId, had_at: Instant, event: Result<Event, EngineError>) {
         let is_last = matches!(event, Err(_) | Ok(Event::Finished(_)));
         if let Some(listener) = self.0.get(&id) {
             // One that is gone has cancelled.
-            let _ = listener.send(event);
+            let _ = listener.send((had_at, event));
         }
         if is_last {
             self.0.remove(&id);

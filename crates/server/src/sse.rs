@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use axum::Extension;
 use axum::body::Body;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
@@ -13,6 +14,7 @@ use http_body::Frame;
 use serde_json::Value;
 
 use crate::answer::Answer;
+use crate::connection::Unwritten;
 use crate::errors::ApiError;
 use crate::turn::TurnEvent;
 use crate::turns::Running;
@@ -32,36 +34,70 @@ pub trait Surface: Send + Unpin + 'static {
     fn failed(&mut self, error: &ApiError, out: &mut Frames);
 }
 
+/// An event but for one value in it, already written: what is the same in every part of an answer.
+#[derive(Clone, Debug)]
+pub struct Around {
+    before: String,
+    behind: String,
+}
+
+impl Around {
+    /// `data` gives the event with a value in it.
+    pub fn of(data: impl Fn(Value) -> Value) -> Around {
+        let mut frames = Frames::default();
+        frames.data(&data(Value::String(Around::PLACE.to_owned())));
+        let text = String::from_utf8_lossy(&frames.0);
+        // Names that clients chose come before the value: the last place is the right one.
+        let (before, behind) = text.rsplit_once(&format!("\"{}\"", Around::PLACE)).unwrap_or_default();
+        Around { before: before.to_owned(), behind: behind.to_owned() }
+    }
+
+    const PLACE: &str = "<value>";
+}
+
 /// Events that are written and not yet sent.
 #[derive(Debug, Default)]
-pub struct Frames(String);
+pub struct Frames(Vec<u8>);
 
 impl Frames {
     /// An event without a name.
     pub fn data(&mut self, data: &Value) {
-        self.0.push_str("data: ");
-        self.0.push_str(&data.to_string());
-        self.0.push_str("\n\n");
+        self.text("data: ");
+        // Writing to memory does not fail, and neither does a value whose keys are strings.
+        let _ = serde_json::to_writer(&mut self.0, data);
+        self.text("\n\n");
+    }
+
+    /// An event without a name: `part` with this in its place.
+    pub fn data_within(&mut self, part: &Around, inner: &Value) {
+        self.text(&part.before);
+        // Does not fail, as in `data`.
+        let _ = serde_json::to_writer(&mut self.0, inner);
+        self.text(&part.behind);
     }
 
     /// An event whose name is the `type` of its data.
     pub fn typed(&mut self, data: &Value) {
-        self.0.push_str("event: ");
-        self.0.push_str(data["type"].as_str().unwrap_or_default());
-        self.0.push('\n');
+        self.text("event: ");
+        self.text(data["type"].as_str().unwrap_or_default());
+        self.text("\n");
         self.data(data);
     }
 
     /// What tells OpenAI's clients that the stream is complete.
     pub fn done(&mut self) {
-        self.0.push_str("data: [DONE]\n\n");
+        self.text("data: [DONE]\n\n");
     }
 
     /// A line that clients skip; it keeps connections open.
     pub fn comment(&mut self, text: &str) {
-        self.0.push_str(": ");
-        self.0.push_str(text);
-        self.0.push_str("\n\n");
+        self.text(": ");
+        self.text(text);
+        self.text("\n\n");
+    }
+
+    fn text(&mut self, text: &str) {
+        self.0.extend_from_slice(text.as_bytes());
     }
 
     fn take(&mut self) -> Bytes {
@@ -83,7 +119,8 @@ pub fn response(running: Running, surface: impl Surface, heartbeat: Duration) ->
         // nginx would collect a stream before it passes it on.
         (header::HeaderName::from_static("x-accel-buffering"), "no"),
     ];
-    (headers, Body::new(body)).into_response()
+    let unwritten = body.unwritten.clone();
+    (headers, Extension(unwritten), Body::new(body)).into_response()
 }
 
 struct EventBody<S> {
@@ -93,13 +130,22 @@ struct EventBody<S> {
     heartbeat: Duration,
     sent: Instant,
     over: bool,
+    unwritten: Unwritten,
 }
 
 impl<S: Surface> EventBody<S> {
     fn new(running: Running, mut surface: S, heartbeat: Duration) -> EventBody<S> {
         let mut frames = Frames::default();
         surface.event(TurnEvent::Started { prompt_tokens: running.prompt_tokens() }, &mut frames);
-        EventBody { running, surface, frames, heartbeat, sent: Instant::now(), over: false }
+        EventBody {
+            running,
+            surface,
+            frames,
+            heartbeat,
+            sent: Instant::now(),
+            over: false,
+            unwritten: Unwritten::default(),
+        }
     }
 
     fn write(&mut self, event: TurnEvent) {
@@ -131,6 +177,7 @@ impl<S: Surface> http_body::Body for EventBody<S> {
         }
         if !this.frames.0.is_empty() {
             this.sent = Instant::now();
+            this.unwritten.add(this.running.take_tokens_at());
             return Poll::Ready(Some(Ok(Frame::data(this.frames.take()))));
         }
         if this.over { Poll::Ready(None) } else { Poll::Pending }

@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 use tower::ServiceExt;
 
 use crate::turn::{Input, TokenLogProb, TokenText, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest, Usage};
-use crate::turns::{ModelInfo, Readiness, Starting, TurnStream, Turns};
+use crate::turns::{ModelInfo, Readiness, Starting, Told, TurnStream, Turns};
 use crate::{Settings, router};
 
 /// Of the demo checkpoint.
@@ -41,7 +41,7 @@ pub(crate) struct Played {
     pub(crate) requests: Mutex<Vec<TurnRequest>>,
     pub(crate) readiness: Mutex<Readiness>,
     /// Senders of turns whose play has no end: they are open until the client leaves.
-    open: Mutex<Vec<mpsc::Sender<Result<TurnEvent, TurnError>>>>,
+    open: Mutex<Vec<mpsc::Sender<Told>>>,
     /// Between events.
     pause: Duration,
 }
@@ -93,7 +93,7 @@ impl Turns for Played {
                     if !pause.is_zero() {
                         tokio::time::sleep(pause).await;
                     }
-                    if sender.send(event).await.is_err() {
+                    if sender.send(event.into()).await.is_err() {
                         return;
                     }
                 }
@@ -124,6 +124,8 @@ impl Turns for Played {
     }
 
     fn stop(&self) {}
+
+    fn written(&self, _: Duration) {}
 
     fn metrics(&self) -> String {
         "lily_requests_total 0\n".into()

@@ -4,6 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::{Duration, Instant};
 
 use lily_engine::TextModel;
 use tokio::sync::mpsc;
@@ -11,7 +12,22 @@ use tokio::sync::mpsc;
 use crate::turn::{TurnEnd, TurnError, TurnEvent, TurnRequest};
 
 /// Events of a turn as they happen. Dropping it cancels the turn.
-pub type TurnStream = mpsc::Receiver<Result<TurnEvent, TurnError>>;
+pub type TurnStream = mpsc::Receiver<Told>;
+
+/// An event on its way to the client.
+#[derive(Clone, Debug)]
+pub struct Told {
+    /// What happened.
+    pub event: Result<TurnEvent, TurnError>,
+    /// With the first event that a token gives: when the engine had the token.
+    pub token_at: Option<Instant>,
+}
+
+impl From<Result<TurnEvent, TurnError>> for Told {
+    fn from(event: Result<TurnEvent, TurnError>) -> Told {
+        Told { event, token_at: None }
+    }
+}
 
 /// A turn that is about to start.
 pub type Starting<'a> = Pin<Box<dyn Future<Output = Result<TurnStream, TurnError>> + Send + 'a>>;
@@ -38,6 +54,9 @@ pub trait Turns: Send + Sync + 'static {
 
     /// Cancels what is in progress, and ends. Blocks until then.
     fn stop(&self);
+
+    /// Notes that what a token gave was written to its connection so long after the engine had the token.
+    fn written(&self, after: Duration);
 
     /// Metrics in the text format of Prometheus.
     fn metrics(&self) -> String;
@@ -72,6 +91,7 @@ pub struct Running {
     api: &'static str,
     id: String,
     over: bool,
+    tokens_at: Vec<Instant>,
 }
 
 impl Running {
@@ -84,14 +104,16 @@ impl Running {
     ) -> Result<Running, TurnError> {
         let start = async {
             let mut events = turns.start(request).await?;
-            match events.recv().await {
+            match events.recv().await.map(|told| told.event) {
                 Some(Ok(TurnEvent::Started { prompt_tokens })) => Ok((events, prompt_tokens)),
                 Some(Err(error)) => Err(error),
                 Some(Ok(_)) | None => Err(lost()),
             }
         };
         match start.await {
-            Ok((events, prompt_tokens)) => Ok(Running { events, prompt_tokens, api, id, over: false }),
+            Ok((events, prompt_tokens)) => {
+                Ok(Running { events, prompt_tokens, api, id, over: false, tokens_at: Vec::new() })
+            }
             Err(error) => {
                 tracing::info!(api, id, %error, "refused");
                 Err(error)
@@ -109,7 +131,8 @@ impl Running {
         if self.over {
             return Poll::Ready(None);
         }
-        let event = ready!(self.events.poll_recv(cx)).unwrap_or_else(|| Err(lost()));
+        let Told { event, token_at } = ready!(self.events.poll_recv(cx)).unwrap_or_else(|| Err(lost()).into());
+        self.tokens_at.extend(token_at);
         match &event {
             Ok(TurnEvent::Finished(end)) => self.finished(end),
             Err(error) => {
@@ -119,6 +142,11 @@ impl Running {
             Ok(_) => {}
         }
         Poll::Ready(Some(event))
+    }
+
+    /// When the engine had the tokens of the events that came since the last call.
+    pub fn take_tokens_at(&mut self) -> Vec<Instant> {
+        std::mem::take(&mut self.tokens_at)
     }
 
     /// The next event; see [`poll_event`](Running::poll_event).

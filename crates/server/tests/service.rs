@@ -14,7 +14,11 @@ use lily_server::script::{Script, ScriptBackend};
 use lily_server::service::{Service, ServiceSettings};
 use lily_server::turn::{Format, Input, ToolChoice, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest};
 use lily_server::turns::{Readiness, TurnStream, Turns};
+use lily_server::{Router, Settings, life};
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
 
 /// The demo checkpoint's text side.
 fn text() -> Arc<TextModel> {
@@ -82,7 +86,7 @@ struct Whole {
 async fn collect(mut stream: TurnStream) -> Result<Whole, TurnError> {
     let mut whole = Whole::default();
     while let Some(event) = stream.recv().await {
-        match event? {
+        match event.event? {
             TurnEvent::Reasoning(text) => whole.reasoning += &text,
             TurnEvent::Content(text) => whole.content += &text,
             TurnEvent::CallBegun { name, .. } => whole.calls.push((name, String::new())),
@@ -147,12 +151,12 @@ async fn formats_begin_behind_the_thinking() {
     for format in [Format::JsonObject, Format::JsonSchema(schema)] {
         let whole =
             answer(&service, TurnRequest { format: format.clone(), max_tokens: Some(60), ..ask("a") }).await.unwrap();
-        assert_eq!((whole.reasoning.as_str(), whole.content.trim()), ("{No}", "{\"a\": 1}"));
+        assert_eq!((whole.reasoning.as_str(), whole.content.as_str()), ("{No}", "{\"a\": 1}"));
         let Input::Chat(chat) = ask("a").input else { panic!() };
         let quick = Input::Chat(Chat { enable_thinking: Some(false), ..chat });
         let whole =
             answer(&service, TurnRequest { format, max_tokens: Some(60), ..TurnRequest::new(quick) }).await.unwrap();
-        assert_eq!((whole.reasoning.as_str(), whole.content.trim()), ("", "{\"a\": 1}"));
+        assert_eq!((whole.reasoning.as_str(), whole.content.as_str()), ("", "{\"a\": 1}"));
     }
     let bad = TurnRequest { format: Format::JsonSchema(json!({"type": "odd"})), ..ask("a") };
     assert!(
@@ -247,7 +251,7 @@ async fn a_client_that_leaves_frees_its_place() {
         let mut stream = service.start(ask("a")).await.unwrap();
         let mut seen = 0;
         while seen < tokens {
-            seen += usize::from(matches!(stream.recv().await.unwrap().unwrap(), TurnEvent::Content(_)));
+            seen += usize::from(matches!(stream.recv().await.unwrap().event.unwrap(), TurnEvent::Content(_)));
         }
         drop(stream);
         until(|| service.in_progress() == 0 && !running(&service)).await;
@@ -259,13 +263,13 @@ async fn more_than_the_queue_holds_are_told_to_come_again() {
     let service =
         service_with(&slow(), EngineOptions { running: 1, waiting: 1, ..options() }, ServiceSettings::default());
     let mut first = service.start(ask("a")).await.unwrap();
-    while !matches!(first.recv().await.unwrap().unwrap(), TurnEvent::Content(_)) {}
+    while !matches!(first.recv().await.unwrap().event.unwrap(), TurnEvent::Content(_)) {}
     let second = service.start(ask("b")).await.unwrap();
     let third = service.start(ask("c")).await;
     assert!(matches!(third, Err(TurnError::Busy { retry_after }) if retry_after >= Duration::from_secs(1)));
     drop(first);
     let mut second = second;
-    while !matches!(second.recv().await.unwrap().unwrap(), TurnEvent::Content(_)) {}
+    while !matches!(second.recv().await.unwrap().event.unwrap(), TurnEvent::Content(_)) {}
 }
 
 #[tokio::test]
@@ -341,6 +345,57 @@ async fn turns_are_not_mixed_up() {
     for (n, turn) in turns.into_iter().enumerate() {
         assert_eq!(turn.await.unwrap(), format!("answer {} ", n % 20).repeat(20));
     }
+}
+
+/// The body of the answer to a POST on a connection that stays open, as it comes.
+async fn post(connection: &mut TcpStream, body: &Value) -> String {
+    let body = body.to_string();
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json";
+    let request = format!("{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    connection.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    while !answer.ends_with("\r\n0\r\n\r\n") && !answer.ends_with('}') {
+        let mut piece = [0; 4096];
+        let length = connection.read(&mut piece).await.unwrap();
+        assert!(length > 0, "{answer}");
+        answer.push_str(std::str::from_utf8(&piece[..length]).unwrap());
+    }
+    answer
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_token_is_timed_once_to_its_connection() {
+    let turns: Arc<dyn Turns> = Arc::new(service(&line("A fox sang. A hen sang.")));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let router = lily_server::router(Arc::clone(&turns), Settings::default(), Router::new());
+    let (stop, stopped) = oneshot::channel::<()>();
+    let told = async {
+        let _ = stopped.await;
+    };
+    let server = tokio::spawn(life::serve(Arc::clone(&turns), router, listener, Duration::from_secs(5), told));
+    let timed = || {
+        let metrics = turns.metrics();
+        let line = metrics.lines().find_map(|line| line.strip_prefix("lily_token_to_socket_seconds_count "));
+        line.unwrap().parse::<usize>().unwrap()
+    };
+    let mut connection = TcpStream::connect(address).await.unwrap();
+    let body = json!({"messages": [{"role": "user", "content": "Hi"}], "enable_thinking": false, "stream": true});
+    let mut seen = 0;
+    for _ in 0..3 {
+        let streamed = post(&mut connection, &body).await;
+        seen += streamed.matches("{\"content\":\"").count();
+        assert!(seen > 0, "{streamed}");
+        // The client may read before the server has looked at the clock.
+        until(|| timed() == seen).await;
+        // A whole answer is none of the stream before it.
+        let whole = post(&mut connection, &json!({"messages": body["messages"], "enable_thinking": false})).await;
+        assert!(whole.contains("A fox sang."), "{whole}");
+        assert_eq!(timed(), seen);
+    }
+    drop(connection);
+    stop.send(()).unwrap();
+    server.await.unwrap().unwrap();
 }
 
 #[tokio::test]

@@ -104,6 +104,27 @@ fn prompts_take_turns() {
 }
 
 #[test]
+fn more_requests_than_rows_take_turns() {
+    for rows in [1, 2, 3] {
+        let backend = Scripted::new(Script::Hash, 2).with_rows(rows);
+        let mut engine = engine(backend, EngineOptions { running: 6, ..options() });
+        let ids: Vec<RequestId> =
+            (0..6).map(|seed| engine.submit(prompt(&words(seed, 20)), at_most(40)).unwrap()).collect();
+        let mut tokens = BTreeMap::<RequestId, usize>::new();
+        while !engine.is_idle() {
+            for (id, event) in engine.step() {
+                *tokens.entry(id).or_default() += usize::from(matches!(event, Ok(Event::Token(_))));
+            }
+            // Once all have begun none is far behind.
+            let counts: Vec<usize> = ids.iter().map(|id| tokens.get(id).copied().unwrap_or(0)).collect();
+            let (least, most) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
+            assert!(*most < 40 || *least > 25, "{rows} rows: {counts:?}");
+        }
+        assert!(ids.iter().all(|id| tokens[id] == 40));
+    }
+}
+
+#[test]
 fn what_does_not_fit_into_the_queue_is_refused_at_once() {
     let mut engine = engine(hashing(), EngineOptions { waiting: 2, ..options() });
     engine.submit(prompt("a"), at_most(1)).unwrap();
@@ -147,6 +168,53 @@ fn two_conversations_over_one_system_prompt_do_not_disturb_each_other() {
         }
     }
     assert_eq!(engine.status().cache.hits, 3);
+}
+
+#[test]
+fn equal_prompts_at_once_are_read_once() {
+    let backend = hashing();
+    let calls = backend.calls.clone();
+    let mut engine = engine(backend, options());
+    let asked = Prompt { branches: vec![590], ..prompt(&words(3, 600)) };
+    let ids: Vec<RequestId> = (0..3).map(|_| engine.submit(asked.clone(), at_most(5)).unwrap()).collect();
+    // Another one does not wait for them.
+    let other = engine.submit(prompt("other"), at_most(3)).unwrap();
+    let mut ends = Vec::new();
+    let mut events = Events::new();
+    while !engine.is_idle() {
+        for (id, event) in engine.step() {
+            if let Ok(Event::Finished(end)) = &event {
+                ends.push((id, end.cached_tokens));
+            }
+            events.entry(id).or_default().push(event);
+        }
+    }
+    assert_eq!(ends[0].0, other);
+    ends.sort_unstable();
+    assert_eq!(ends, [(ids[0], 0), (ids[1], 590), (ids[2], 590), (other, 0)]);
+    assert!(ids.iter().all(|id| answer(&events[id]) == cold(&asked, at_most(5))));
+    let read: usize =
+        calls.lock().unwrap().iter().map(|call| if let Call::Feed(ids) = call { ids.len() } else { 0 }).sum();
+    assert_eq!(read, 600 + 2 * 10 + "other".len());
+}
+
+#[test]
+fn a_prompt_goes_on_from_a_request_in_progress() {
+    let mut engine = engine(hashing(), options());
+    let first = Prompt { branches: vec![500], ..prompt(&words(3, 600)) };
+    let second = Prompt { branches: vec![500], ..prompt(&(words(3, 500) + "and now?")) };
+    let one = engine.submit(first.clone(), at_most(200)).unwrap();
+    let mut events = Events::new();
+    while !events.get(&one).is_some_and(|events| events.iter().flatten().any(|event| matches!(event, Event::Token(_))))
+    {
+        engine.step().into_iter().for_each(|(id, event)| events.entry(id).or_default().push(event));
+    }
+    let two = engine.submit(second.clone(), at_most(20)).unwrap();
+    drain(&mut engine).into_iter().for_each(|(id, more)| events.entry(id).or_default().extend(more));
+    let Some(Ok(Event::Finished(end))) = events[&two].last() else { panic!("no end") };
+    assert_eq!(end.cached_tokens, 500);
+    assert_eq!(answer(&events[&one]), cold(&first, at_most(200)));
+    assert_eq!(answer(&events[&two]), cold(&second, at_most(20)));
 }
 
 #[test]
@@ -229,6 +297,32 @@ fn snapshots_count_for_the_memory() {
         run(&mut engine, &asked, at_most(5));
         assert_eq!(engine.memory().snapshots, snapshots, "{memory}");
     }
+}
+
+#[test]
+fn five_hundred_requests_keep_within_the_memory() {
+    const MEMORY: usize = 8000;
+    // A state takes 1000 for its tokens and 100 beside them, a snapshot 100.
+    let sessions = SessionOptions { most: 64, memory: Some(MEMORY), ..options().sessions };
+    let backend = hashing().with_memory(1 << 20).with_state_bytes(100);
+    let mut engine = engine(backend, EngineOptions { sessions, waiting: 500, ..options() });
+    for n in 0..500 {
+        let (seed, length) = (n * n % 23, 20 + n * 37 % 400);
+        let asked = Prompt { branches: vec![length / 3, length / 2], ..prompt(&words(seed, length)) };
+        engine.submit(asked, at_most(1 + n % 9)).unwrap();
+    }
+    let mut ended = 0;
+    while !engine.is_idle() {
+        ended += engine.step().iter().filter(|(_, event)| matches!(event, Ok(Event::Finished(_)))).count();
+        let memory = engine.memory();
+        let used = memory.states * 1100 + memory.snapshots * 100;
+        assert!(used <= MEMORY, "{} states, {} snapshots", memory.states, memory.snapshots);
+    }
+    assert_eq!(ended, 500);
+    let cache = engine.status().cache;
+    assert!(cache.hits > 20 && cache.evictions > 20, "{cache:?}");
+    engine.clear_cache();
+    assert_eq!((engine.memory().states, engine.memory().snapshots), (0, 0));
 }
 
 #[test]
@@ -332,7 +426,8 @@ fn damaged_and_unfinished_files_are_never_used() {
     let [name] = &file()[..] else { panic!("one file") };
     let whole = std::fs::read(name).unwrap();
     type Damage = fn(&mut Vec<u8>);
-    let damages: [Damage; 6] = [
+    let damages: [Damage; 7] = [
+        |bytes| bytes.push(0),
         |bytes| bytes.truncate(10),
         |bytes| bytes.truncate(1000),
         |bytes| bytes.truncate(bytes.len() - 1),

@@ -45,12 +45,15 @@ pub(crate) fn routes() -> Router<Arc<App>> {
 /// Answers a request whose JSON was understood. `id` is the answer's name, for the log.
 async fn respond(
     app: &App,
-    request: TurnRequest,
+    mut request: TurnRequest,
     is_streamed: bool,
     surface: impl Surface,
     log: (&'static str, String),
 ) -> Result<Response, ApiError> {
     check(app, &request)?;
+    if let Input::Chat(chat) = &mut request.input {
+        app.settings.complete(chat);
+    }
     let (api, id) = log;
     let running = Running::start(&*app.turns, request, api, id).await?;
     if is_streamed {

@@ -50,7 +50,10 @@ pub fn parse(body: &Value) -> Result<(Text, bool), TurnError> {
 }
 
 pub(super) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let (text, with_pieces) = parse(&read_json(&app, request).await?.body)?;
+    let (mut text, with_pieces) = parse(&read_json(&app, request).await?.body)?;
+    if let Text::Chat(chat) = &mut text {
+        app.settings.complete(chat);
+    }
     let model = app.turns.text().clone();
     let ids = on_a_thread(move || match text {
         Text::Chat(chat) => count_chat(&model, &chat),

@@ -13,7 +13,7 @@ use lily_backend::{
 };
 use lily_engine::TextModel;
 
-use super::past::Past;
+use super::past::{Past, Rest};
 use super::{Script, ScriptError, Tokens};
 
 /// A backend that replays a [`Script`].
@@ -117,11 +117,15 @@ impl ScriptBackend {
             Input::PreviousSample => state.sampled.into_iter().collect(),
         };
         let mut logits = Vec::new();
-        for id in &tokens {
-            state.past.push(*id, script);
-            if matches!(row.want, Want::AllLogits) {
-                logits.extend(next(&mut state.past, script).logits(caps.vocab));
+        match (&tokens[..], &row.want) {
+            (tokens, Want::AllLogits) => {
+                for id in tokens {
+                    state.past.push(*id, script);
+                    logits.extend(next(&mut state.past, script).logits(caps.vocab));
+                }
             }
+            ([id], _) => state.past.push(*id, script),
+            (tokens, _) => state.past.extend(tokens, script),
         }
         state.sampled = None;
         let is_prompt = tokens.len() > 1 || matches!(row.want, Want::Nothing);
@@ -136,7 +140,7 @@ impl ScriptBackend {
                 let Next { rest, error, .. } = next(&mut state.past, script);
                 if params.masked {
                     state.awaits_mask = Some(ticket);
-                    RowResult::Waiting { params, rest, error }
+                    RowResult::Waiting { params, rest: rest.iter().collect(), error }
                 } else {
                     let (result, id) = sample(&params, &rest, error, script, None);
                     // A step that reads the sample of a failed one is accepted, as on a device.
@@ -150,18 +154,18 @@ impl ScriptBackend {
 }
 
 /// What the script says next.
-struct Next {
-    rest: Vec<u32>,
+struct Next<'a> {
+    rest: Rest<'a>,
     error: Option<String>,
     stop: u32,
 }
 
-fn next(past: &mut Past, script: &Tokens) -> Next {
+fn next<'a>(past: &mut Past, script: &'a Tokens) -> Next<'a> {
     let stop = script.stop;
     match past.line(script) {
-        Some(line) => Next { rest: past.rest(line, script), error: line.line.error.clone(), stop },
+        Some(line) => Next { rest: past.rest(script), error: line.line.error.clone(), stop },
         None => Next {
-            rest: Vec::new(),
+            rest: Rest::default(),
             error: Some(
                 "the script has no line for this prompt: each has a `when` that it does not contain".to_owned(),
             ),
@@ -170,10 +174,10 @@ fn next(past: &mut Past, script: &Tokens) -> Next {
     }
 }
 
-impl Next {
+impl Next<'_> {
     /// Logarithms of the probabilities that a script stands for: one half for what it says, the other half for all others.
     fn logits(&self, vocab: usize) -> Vec<f32> {
-        let said = self.rest.first().copied().unwrap_or(self.stop);
+        let said = self.rest.iter().next().unwrap_or(self.stop);
         (0..vocab as u32).map(|id| logprob(id, said, vocab)).collect()
     }
 }
@@ -188,7 +192,7 @@ const FORBIDDING: f32 = -100.0;
 /// The next token that is allowed, and its result.
 fn sample(
     params: &SamplingParams,
-    rest: &[u32],
+    rest: &Rest<'_>,
     error: Option<String>,
     script: &Tokens,
     mask: Option<&[u32]>,
@@ -199,13 +203,13 @@ fn sample(
         |id: u32| mask.is_none_or(|mask| mask.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1));
     let is_allowed = |id: &u32| *id < params.vocab_limit && in_mask(*id) && !is_biased(*id);
     let compelled = params.logit_bias.iter().filter(|(_, bias)| *bias >= -FORBIDDING).map(|(id, _)| *id);
-    let said = rest.first().copied().unwrap_or(stop);
+    let said = rest.iter().next().unwrap_or(stop);
     let next = || match mask {
         Some(_) if !is_allowed(&said) => {
             let allowed = (0..vocab as u32).filter(is_allowed);
             first_allowed(rest, allowed, script)
         }
-        _ => rest.iter().copied().find(is_allowed),
+        _ => rest.iter().find(is_allowed),
     };
     let chosen = match compelled.clone().find(is_allowed).or_else(next) {
         Some(id) => id,
@@ -224,14 +228,14 @@ fn sample(
 }
 
 /// The longest of the allowed tokens with which the text of `rest` goes on, at the first place where there is one.
-fn first_allowed(rest: &[u32], allowed: impl Iterator<Item = u32>, script: &Tokens) -> Option<u32> {
+fn first_allowed(rest: &Rest<'_>, allowed: impl Iterator<Item = u32>, script: &Tokens) -> Option<u32> {
     let mut by_byte: Vec<Vec<u32>> = vec![Vec::new(); 256];
     for id in allowed {
         if let Some(first) = script.bytes_of(id).first() {
             by_byte[usize::from(*first)].push(id);
         }
     }
-    let text: Vec<u8> = rest.iter().flat_map(|id| script.bytes_of(*id)).copied().collect();
+    let text: Vec<u8> = rest.iter().flat_map(|id| script.bytes_of(id)).copied().collect();
     (0..text.len()).find_map(|at| {
         let fitting = by_byte[usize::from(text[at])].iter().filter(|id| text[at..].starts_with(script.bytes_of(**id)));
         fitting.max_by_key(|id| script.bytes_of(**id).len()).copied()
@@ -377,7 +381,8 @@ impl Backend for ScriptBackend {
         let Some(RowResult::Waiting { params, rest, error }) = flight.rows.get_mut(row) else {
             return Err(Error::BadStep(format!("row {row} does not wait for a mask")));
         };
-        let (result, id) = sample(params, rest, error.take(), &self.script, Some(mask));
+        let rest = Rest { tokens: rest, ..Rest::default() };
+        let (result, id) = sample(params, &rest, error.take(), &self.script, Some(mask));
         flight.rows[row] = match result {
             RowResult::Failed(Error::EmptyMask(_)) => RowResult::Failed(Error::EmptyMask(row)),
             result => result,

@@ -148,6 +148,8 @@ struct LineTokens {
     line: Line,
     /// The output as it stands.
     raw: Vec<u32>,
+    /// See [`past::borders`].
+    borders: Vec<usize>,
     /// What comes in an open think block, its end included unless the output leaves it open.
     thinking: Vec<u32>,
     /// Line breaks between the block and the content.
@@ -163,8 +165,10 @@ impl Tokens {
         };
         let lines = script.lines.into_iter().map(|line| {
             let (thinking, gap, content) = split(&line.output);
+            let raw = encode(&line.output)?;
             Ok(LineTokens {
-                raw: encode(&line.output)?,
+                borders: past::borders(&raw),
+                raw,
                 thinking: encode(&thinking)?,
                 gap: encode(gap)?,
                 content: encode(content)?,

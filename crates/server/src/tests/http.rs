@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::testing::{Played, events, finished, hello, play, post, read, server, server_with, started};
 use crate::turn::{TurnError, TurnEvent, TurnReason};
 use crate::turns::Readiness;
-use crate::{Origins, Settings};
+use crate::{Hosts, Origins, Settings};
 
 const CHAT: &str = "/v1/chat/completions";
 const MESSAGES: &str = "/v1/messages";
@@ -192,6 +192,34 @@ async fn what_a_foreign_page_asks_is_not_done() {
     assert!(server.turns.requests.lock().unwrap().is_empty());
     for origin in ["http://192.168.1.5:8080", "http://localhost:3000"] {
         assert_eq!(server.send(ask(origin, "192.168.1.5:8080")).await.status(), StatusCode::OK);
+    }
+}
+
+#[tokio::test]
+async fn a_server_of_this_machine_is_called_by_its_own_names() {
+    let asked = |name: &str| Request::post(CHAT).header("host", name).body(Body::from(ask().to_string())).unwrap();
+    let local = server(hello());
+    for name in ["localhost", "LocalHost:8080", "lily.localhost.", "127.0.0.1:8080", "[::1]:8080", "192.168.1.5:80"] {
+        assert_eq!(local.send(asked(name)).await.status(), StatusCode::OK, "{name}");
+    }
+    // As a page does whose name was pointed here: of one origin with the server, or without a word about it.
+    for name in ["evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", ":8080", ""] {
+        let mut request = asked(name);
+        request.headers_mut().insert("origin", format!("http://{name}").parse().unwrap());
+        for request in [request, asked(name)] {
+            let (status, body) = read(local.send(request).await).await;
+            assert_eq!(status, StatusCode::FORBIDDEN, "{name}");
+            let message = body["error"]["message"].as_str().unwrap();
+            assert!(message.contains(&format!("asked as {name:?}")) && message.contains("--allow-host"), "{message}");
+        }
+    }
+    let page = Request::get("/v1/models").header("host", "evil.example").body(Body::empty()).unwrap();
+    assert_eq!(local.send(page).await.status(), StatusCode::FORBIDDEN);
+    assert!(local.turns.requests.lock().unwrap().len() < 7, "what is refused is not done");
+    for (hosts, name) in [(Hosts::Local(vec!["Lily.example".into()]), "lily.example:443"), (Hosts::Any, "evil.example")]
+    {
+        let settings = Settings { hosts, ..Settings::default() };
+        assert_eq!(server_with(Played::new(hello()), settings).send(asked(name)).await.status(), StatusCode::OK);
     }
 }
 

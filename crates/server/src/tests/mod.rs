@@ -7,4 +7,5 @@ mod http;
 mod laws;
 mod page;
 mod responses;
+mod users;
 mod whole;

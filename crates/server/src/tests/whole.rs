@@ -17,15 +17,19 @@ use crate::testing::{events, post, read, text_model};
 use crate::turns::Turns;
 use crate::{Settings, router};
 
-const CHAT: &str = "/v1/chat/completions";
+pub(super) const CHAT: &str = "/v1/chat/completions";
 
-struct Whole {
+pub(super) struct Whole {
     service: Arc<Service>,
     router: Router,
 }
 
 /// A server that says the lines of a script.
-fn whole(lines: &[Value]) -> Whole {
+pub(super) fn whole(lines: &[Value]) -> Whole {
+    whole_with(lines, Settings::default())
+}
+
+pub(super) fn whole_with(lines: &[Value], settings: Settings) -> Whole {
     let script: Vec<String> = lines.iter().map(Value::to_string).collect();
     let text = text_model();
     let script = Script::parse(&script.join("\n")).unwrap();
@@ -34,25 +38,25 @@ fn whole(lines: &[Value]) -> Whole {
     let options = EngineOptions { running: 4, waiting: 64, sessions, ..EngineOptions::single() };
     let engine = Engine::with_options(Box::new(backend), text, options).unwrap();
     let service = Arc::new(Service::start(engine, ServiceSettings::default()).unwrap());
-    Whole { router: router(service.clone(), Settings::default(), Router::new()), service }
+    Whole { router: router(service.clone(), settings, Router::new()), service }
 }
 
-fn says(output: &str) -> Whole {
+pub(super) fn says(output: &str) -> Whole {
     whole(&[json!({"output": output})])
 }
 
 impl Whole {
-    async fn json(&self, path: &str, body: &Value) -> (StatusCode, Value) {
+    pub(super) async fn json(&self, path: &str, body: &Value) -> (StatusCode, Value) {
         read(self.router.clone().oneshot(post(path, body.to_string())).await.unwrap()).await
     }
 
-    async fn ok(&self, path: &str, body: &Value) -> Value {
+    pub(super) async fn ok(&self, path: &str, body: &Value) -> Value {
         let (status, body) = self.json(path, body).await;
         assert_eq!(status, StatusCode::OK, "{body}");
         body
     }
 
-    async fn events(&self, path: &str, body: &Value) -> Vec<Value> {
+    pub(super) async fn events(&self, path: &str, body: &Value) -> Vec<Value> {
         let mut body = body.clone();
         body["stream"] = true.into();
         let response = self.router.clone().oneshot(post(path, body.to_string())).await.unwrap();
@@ -61,7 +65,7 @@ impl Whole {
     }
 
     /// Reasoning, content, calls (name and arguments) and the reason, which a stream has to give like a whole answer.
-    async fn chat(&self, body: Value) -> Said {
+    pub(super) async fn chat(&self, body: Value) -> Said {
         let choice = self.ok(CHAT, &body).await["choices"][0].clone();
         let message = &choice["message"];
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -96,32 +100,32 @@ impl Whole {
 }
 
 #[derive(Debug, Default, PartialEq)]
-struct Said {
-    reasoning: String,
-    content: String,
-    calls: Vec<(String, String)>,
-    reason: String,
+pub(super) struct Said {
+    pub(super) reasoning: String,
+    pub(super) content: String,
+    pub(super) calls: Vec<(String, String)>,
+    pub(super) reason: String,
 }
 
-fn ask(extra: Value) -> Value {
+pub(super) fn ask(extra: Value) -> Value {
     let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
     body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
     body
 }
 
-fn tools() -> Value {
+pub(super) fn tools() -> Value {
     let properties = json!({"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}});
     let function =
         json!({"name": "weather", "parameters": {"type": "object", "properties": properties, "required": ["city"]}});
     json!([{"type": "function", "function": function}, {"type": "function", "function": {"name": "now"}}])
 }
 
-const CALL: &str = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n\
+pub(super) const CALL: &str = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n\
                     </function>\n</tool_call>";
-const ARGUMENTS: &str = "{\"city\":\"Rome\",\"days\":3}";
+pub(super) const ARGUMENTS: &str = "{\"city\":\"Rome\",\"days\":3}";
 
 /// Arguments without white space, in their order.
-fn compact(json: &str) -> String {
+pub(super) fn compact(json: &str) -> String {
     serde_json::from_str::<Value>(json).unwrap().to_string()
 }
 

@@ -140,7 +140,8 @@ pub(super) async fn handle(State(app): State<Arc<App>>, request: Request) -> Res
 
 pub(super) async fn count_tokens(State(app): State<Arc<App>>, request: Request) -> Result<Json<Value>, ApiError> {
     let Received { body, .. } = read_json(&app, request).await?;
-    let (chat, _) = chat(&Fields::of_body(&body)?)?;
+    let (mut chat, _) = chat(&Fields::of_body(&body)?)?;
+    app.settings.complete(&mut chat);
     let model = app.turns.text().clone();
     let ids = on_a_thread(move || count_chat(&model, &chat)).await?;
     Ok(Json(json!({"input_tokens": ids.len()})))

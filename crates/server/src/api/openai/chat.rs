@@ -16,7 +16,7 @@ use crate::api::{Heading, options, respond};
 use crate::errors::ApiError;
 use crate::fields::Fields;
 use crate::guard::{Received, read_json};
-use crate::sse::{Frames, Surface};
+use crate::sse::{Around, Frames, Surface};
 use crate::turn::{Input, TokenLogProb, TurnEnd, TurnError, TurnEvent, TurnRequest};
 
 /// Where the text of thinking goes.
@@ -137,14 +137,7 @@ pub(crate) async fn handle(State(app): State<Arc<App>>, request: Request) -> Res
     let heading = Heading::new(&app, "chatcmpl-", style.style.model.clone());
     let log = ("chat.completions", heading.id.clone());
     let is_streamed = style.style.stream;
-    respond(
-        &app,
-        request.of_session(session),
-        is_streamed,
-        ChatSurface { heading, style, logprobs: Vec::new(), is_read: false },
-        log,
-    )
-    .await
+    respond(&app, request.of_session(session), is_streamed, ChatSurface::new(heading, style), log).await
 }
 
 /// What parts of a streamed answer are called.
@@ -158,15 +151,18 @@ struct ChatSurface {
     logprobs: Vec<Value>,
     /// Whether the whole prompt is read.
     is_read: bool,
+    /// A part that has nothing but its delta: most have, and to write the rest of each again would cost more than the delta.
+    part: Around,
 }
 
 impl ChatSurface {
-    fn chunk(&self, choices: Value) -> Value {
-        self.style.style.chunk(&self.heading, CHUNK, choices)
+    fn new(heading: Heading, style: ChatStyle) -> ChatSurface {
+        let part = Around::of(|delta| style.style.chunk(&heading, CHUNK, json!([choice(delta)])));
+        ChatSurface { heading, style, logprobs: Vec::new(), is_read: false, part }
     }
 
-    fn delta(&self, delta: Value) -> Value {
-        self.chunk(json!([{"index": 0, "delta": delta, "logprobs": null, "finish_reason": null}]))
+    fn chunk(&self, choices: Value) -> Value {
+        self.style.style.chunk(&self.heading, CHUNK, choices)
     }
 
     fn take_logprobs(&mut self) -> Value {
@@ -219,33 +215,37 @@ impl Surface for ChatSurface {
 
     fn event(&mut self, event: TurnEvent, out: &mut Frames) {
         match event {
-            TurnEvent::Started { .. } => out.data(&self.delta(json!({"role": "assistant", "content": null}))),
+            TurnEvent::Started { .. } => out.data_within(&self.part, &json!({"role": "assistant", "content": null})),
             TurnEvent::Progress { done, total } => {
                 if self.style.return_progress && !self.is_read {
                     self.is_read = done >= total;
-                    let mut chunk = self.delta(json!({}));
+                    let mut chunk = self.chunk(json!([choice(json!({}))]));
                     chunk["prompt_progress"] = json!({"processed": done, "total": total});
                     out.data(&chunk);
                 }
             }
             TurnEvent::Reasoning(text) => {
                 if let Some(name) = self.style.reasoning.name() {
-                    out.data(&self.delta(json!({name: text})));
+                    out.data_within(&self.part, &json!({name: text}));
                 }
             }
             TurnEvent::Content(text) => {
-                let mut chunk = self.delta(json!({"content": text}));
-                chunk["choices"][0]["logprobs"] = self.take_logprobs();
-                out.data(&chunk);
+                let delta = json!({"content": text});
+                if !self.style.logprobs {
+                    return out.data_within(&self.part, &delta);
+                }
+                let mut choice = choice(delta);
+                choice["logprobs"] = self.take_logprobs();
+                out.data(&self.chunk(json!([choice])));
             }
             TurnEvent::CallBegun { index, id, name } => {
                 let function = json!({"name": name, "arguments": ""});
                 let call = json!({"index": index, "id": id, "type": "function", "function": function});
-                out.data(&self.delta(json!({"tool_calls": [call]})));
+                out.data_within(&self.part, &json!({"tool_calls": [call]}));
             }
             TurnEvent::Arguments { index, json: piece } => {
                 let call = json!({"index": index, "function": {"arguments": piece}});
-                out.data(&self.delta(json!({"tool_calls": [call]})));
+                out.data_within(&self.part, &json!({"tool_calls": [call]}));
             }
             TurnEvent::CallEnded { .. } => {}
             TurnEvent::LogProb(entry) => self.keep(&entry),
@@ -268,6 +268,11 @@ impl ChatSurface {
             self.logprobs.push(logprobs::chat(entry));
         }
     }
+}
+
+/// The choice of a part.
+fn choice(delta: Value) -> Value {
+    json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": null})
 }
 
 fn call_json(call: &Call) -> Value {
