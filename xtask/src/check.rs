@@ -2,7 +2,7 @@
 
 mod aarch64;
 mod darwin;
-mod mach_o;
+pub(crate) mod mach_o;
 mod markdown;
 
 use std::path::Path;

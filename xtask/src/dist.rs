@@ -11,6 +11,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::check::mach_o;
 use archive::Archive;
 use packages::Packages;
 
@@ -107,13 +108,13 @@ fn missing(target: &str, host: &str) -> Result<Option<String>> {
         return Ok(None);
     }
     let (cross, compiler) = CROSS_COMPILER;
-    Ok(match target == cross && host.contains("linux") {
-        true if Command::new(compiler).arg("--version").output().is_ok_and(|output| output.status.success()) => None,
-        true => Some(format!("no {compiler}, in Debian's gcc-aarch64-linux-gnu and libc6-dev-arm64-cross")),
-        false if target.contains("apple") => {
-            Some("Apple's SDK and linker are needed; on a Mac the same command makes it".into())
+    let runs = || Command::new(compiler).arg("--version").output().is_ok_and(|output| output.status.success());
+    Ok(match host.contains("linux") {
+        true if target == cross => {
+            (!runs()).then(|| format!("no {compiler}, in Debian's gcc-aarch64-linux-gnu and libc6-dev-arm64-cross"))
         }
-        false => Some(format!("cannot link for it on {host}")),
+        true if target.contains("apple") => mach_o::missing()?,
+        _ => Some(format!("cannot link for it on {host}")),
     })
 }
 
@@ -130,9 +131,18 @@ fn build(target: &str, host: &str) -> Result<PathBuf> {
     if target != host && target == CROSS_COMPILER.0 {
         cargo.env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", CROSS_COMPILER.1);
     }
+    let mac_from_elsewhere = target != host && target.contains("apple");
+    if mac_from_elsewhere {
+        mach_o::with_linker(&mut cargo)?;
+    }
     eprintln!("dist: building for {target}");
     ensure!(cargo.current_dir(crate::root()).status().context("cannot run cargo")?.success(), "lily does not build");
-    Ok(crate::target()?.join(target).join("release/lily"))
+    let binary = crate::target()?.join(target).join("release/lily");
+    if mac_from_elsewhere {
+        mach_o::verify(&binary)?;
+        eprintln!("dist: linked against lists of what a Mac has, and run by none");
+    }
+    Ok(binary)
 }
 
 /// What the binary prints about itself, by path in an archive.

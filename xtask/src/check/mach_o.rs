@@ -22,17 +22,32 @@ const LIBRARIES: &str = include_str!("mac_symbols.txt");
 
 /// Links, if there is a standard library for a Mac and Zig can be had, and says if not.
 pub(super) fn run() -> Result<()> {
-    let directory = crate::root().join("target/mach-o");
-    std::fs::create_dir_all(&directory)?;
     let mut build = super::command(&["build", "--package", "lily-cli", "--target", TARGET]);
     if !darwin::with_std(&mut build)? {
         eprintln!("check: Mach-O NOT LINKED: {}", darwin::NO_STD);
         return Ok(());
     }
-    let Some(zig) = zig(&directory)? else {
-        eprintln!("check: Mach-O NOT LINKED: no {ZIG}, which pip brings into a Python with venv");
+    if let Some(what) = missing()? {
+        eprintln!("check: Mach-O NOT LINKED: {what}");
         return Ok(());
-    };
+    }
+    with_linker(&mut build)?;
+    super::succeed(&mut build)?;
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| crate::root().join("target"), PathBuf::from);
+    eprintln!("check: Mach-O linked, {} bytes", verify(&target.join(TARGET).join("debug/lily"))?);
+    Ok(())
+}
+
+/// What this machine lacks to link for a Mac.
+pub(crate) fn missing() -> Result<Option<String>> {
+    let zig = zig(&directory()?)?;
+    Ok(zig.is_none().then(|| format!("no {ZIG}, which pip brings into a Python with venv")))
+}
+
+/// Has cargo compile C and link for a Mac.
+pub(crate) fn with_linker(build: &mut Command) -> Result<()> {
+    let directory = directory()?;
+    let zig = zig(&directory)?.with_context(|| format!("no {ZIG}"))?;
     write_stubs(&directory)?;
     let compiler = script(&directory.join("cc"), &compiler(&zig, &directory))?;
     let archiver = script(&directory.join("ar"), &format!("exec {zig} ar \"$@\"\n"))?;
@@ -45,13 +60,20 @@ pub(super) fn run() -> Result<()> {
         .env("SDKROOT", &directory)
         .env("ZIG_GLOBAL_CACHE_DIR", &caches)
         .env("ZIG_LOCAL_CACHE_DIR", &caches);
-    super::succeed(&mut build)?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| crate::root().join("target"), PathBuf::from);
-    let binary = target.join(TARGET).join("debug/lily");
-    let bytes = std::fs::read(&binary).with_context(|| format!("{}", binary.display()))?;
-    check(&bytes)?;
-    eprintln!("check: Mach-O linked, {} bytes", bytes.len());
     Ok(())
+}
+
+fn directory() -> Result<PathBuf> {
+    let directory = crate::root().join("target/mach-o");
+    std::fs::create_dir_all(&directory)?;
+    Ok(directory)
+}
+
+/// Checks a binary that was linked so, and tells its bytes.
+pub(crate) fn verify(binary: &Path) -> Result<usize> {
+    let bytes = std::fs::read(binary).with_context(|| format!("{}", binary.display()))?;
+    check(&bytes)?;
+    Ok(bytes.len())
 }
 
 /// A Mach-O executable for arm64 that is signed, as a Mac asks of every program.
