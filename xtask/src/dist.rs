@@ -12,6 +12,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::check::mach_o;
+use crate::toolchain;
 use archive::Archive;
 use packages::Packages;
 
@@ -100,19 +101,16 @@ impl Commit {
 
 /// What this machine lacks to build for a target.
 fn missing(target: &str, host: &str) -> Result<Option<String>> {
-    if !Path::new(output(Command::new("rustc").args(["--print", "target-libdir", "--target", target]))?.trim()).exists()
-    {
+    if !toolchain::has_std(target)? {
         return Ok(Some(format!("no standard library, `rustup target add {target}` brings it")));
     }
     if target == host {
         return Ok(None);
     }
     let (cross, compiler) = CROSS_COMPILER;
-    let runs = || Command::new(compiler).arg("--version").output().is_ok_and(|output| output.status.success());
     Ok(match host.contains("linux") {
-        true if target == cross => {
-            (!runs()).then(|| format!("no {compiler}, in Debian's gcc-aarch64-linux-gnu and libc6-dev-arm64-cross"))
-        }
+        true if target == cross => (!toolchain::runs(compiler))
+            .then(|| format!("no {compiler}, in Debian's gcc-aarch64-linux-gnu and libc6-dev-arm64-cross")),
         true if target.contains("apple") => mach_o::missing()?,
         _ => Some(format!("cannot link for it on {host}")),
     })
@@ -213,7 +211,7 @@ fn newest_glibc(versions: &str) -> Option<(u32, u32)> {
 
 /// The target that this machine builds for.
 fn host() -> Result<String> {
-    let version = output(Command::new("rustc").arg("-vV"))?;
+    let version = toolchain::rustc(&["-vV"])?;
     let host = version.lines().find_map(|line| line.strip_prefix("host: "));
     Ok(host.context("rustc tells no host")?.to_owned())
 }

@@ -11,6 +11,7 @@ mod soak;
 mod standin;
 mod synth;
 mod tokenizer;
+mod toolchain;
 
 use std::path::{Path, PathBuf};
 

@@ -56,23 +56,25 @@ pub fn check() -> Result<()> {
 fn make() -> Result<Vec<File>> {
     let records = Records::read(&crate::root().join("bench/results"))?;
     let page = page::make(&records, PLOTS, PREFIX);
-    let path = crate::root().join(PAGE);
-    let directory = path.parent().unwrap_or(Path::new(".")).join(PLOTS);
-    let mut files = vec![File { path, text: page.text }];
-    files.extend(page.plots.into_iter().map(|(name, text)| File { path: directory.join(name), text }));
+    let mut files = vec![File { path: crate::root().join(PAGE), text: page.text }];
+    files.extend(page.plots.into_iter().map(|(name, text)| File { path: plots().join(name), text }));
     Ok(files)
+}
+
+fn plots() -> PathBuf {
+    crate::root().join(PAGE).with_file_name(PLOTS)
 }
 
 /// Plots that the page no longer has.
 fn stale(files: &[File]) -> Result<Vec<PathBuf>> {
-    let directory = crate::root().join("docs").join(PLOTS);
+    let directory = plots();
     if !directory.is_dir() {
         return Ok(Vec::new());
     }
-    let plots = std::fs::read_dir(directory)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    let files_there = std::fs::read_dir(directory)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
     let is_stale = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         name.starts_with(PREFIX) && files.iter().all(|file| file.path != *path)
     };
-    Ok(plots.into_iter().filter(is_stale).collect())
+    Ok(files_there.into_iter().filter(is_stale).collect())
 }

@@ -1,9 +1,8 @@
 //! The CPU backend for AArch64, checked on a machine that is none: its lints, and its unit tests on emulated processors.
 
-use std::path::Path;
-use std::process::{Command, Stdio};
+use anyhow::Result;
 
-use anyhow::{Context, Result, ensure};
+use crate::toolchain::{has_std, runs};
 
 const TARGET: &str = "aarch64-unknown-linux-gnu";
 /// Compiler and emulator, by the names that Debian gives them.
@@ -16,7 +15,7 @@ const PROCESSORS: [(&str, &str); 3] = [("cortex-a72", "portable"), ("cortex-a76"
 
 /// Checks as much as there are tools for, and says what it left out.
 pub(super) fn run() -> Result<()> {
-    if !target_is_installed()? {
+    if !has_std(TARGET)? {
         eprintln!("check: AArch64 NOT CHECKED: no standard library, `rustup target add {TARGET}` brings it");
         return Ok(());
     }
@@ -39,18 +38,6 @@ pub(super) fn run() -> Result<()> {
     }
     eprintln!("check: AArch64 linted, and its unit tests run on {} emulated processors", PROCESSORS.len());
     Ok(())
-}
-
-fn target_is_installed() -> Result<bool> {
-    let output = Command::new("rustc").args(["--print", "target-libdir", "--target", TARGET]).output();
-    let output = output.context("cannot run rustc")?;
-    ensure!(output.status.success(), "rustc does not know {TARGET}");
-    Ok(Path::new(String::from_utf8(output.stdout)?.trim()).exists())
-}
-
-fn runs(program: &str) -> bool {
-    let version = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
-    version.is_ok_and(|status| status.success())
 }
 
 /// A command of cargo on the CPU backend, and on which processor what it builds runs.

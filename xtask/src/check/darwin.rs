@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
+
+use crate::toolchain::{has_std, rustc};
 
 pub(super) const TARGET: &str = "aarch64-apple-darwin";
 /// Crates of the standard library that are built from source where the target has none.
@@ -29,20 +31,13 @@ pub(super) fn run() -> Result<()> {
 
 /// Has cargo build the standard library for a Mac if there is none; false if its source is not there either.
 pub(super) fn with_std(cargo: &mut Command) -> Result<bool> {
-    if Path::new(&rustc(&["--print", "target-libdir", "--target", TARGET])?).exists() {
+    if has_std(TARGET)? {
         return Ok(true);
     }
     let Some(source) = std_source()? else { return Ok(false) };
     // Building it is refused by stable without the first, and looked for elsewhere without the second.
     cargo.arg(STD).env("RUSTC_BOOTSTRAP", "1").env("__CARGO_TESTS_ONLY_SRC_ROOT", source);
     Ok(true)
-}
-
-/// What rustc says.
-fn rustc(args: &[&str]) -> Result<String> {
-    let output = Command::new("rustc").args(args).output().context("cannot run rustc")?;
-    ensure!(output.status.success(), "rustc does not know {args:?}");
-    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
 }
 
 /// The source of this compiler's standard library: where rustup puts it, or Debian's package, unpacked by its version.

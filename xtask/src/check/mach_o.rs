@@ -33,8 +33,7 @@ pub(super) fn run() -> Result<()> {
     }
     with_linker(&mut build)?;
     super::succeed(&mut build)?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| crate::root().join("target"), PathBuf::from);
-    eprintln!("check: Mach-O linked, {} bytes", verify(&target.join(TARGET).join("debug/lily"))?);
+    eprintln!("check: Mach-O linked, {} bytes", verify(&crate::target()?.join(TARGET).join("debug/lily"))?);
     Ok(())
 }
 

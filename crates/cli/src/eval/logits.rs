@@ -1,6 +1,6 @@
 //! `lily eval logits`: how far a backend is from stored logits.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -9,10 +9,10 @@ use lily_reference::quality::{Agreement, Likelihood};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::Serialize;
 
-use super::Common;
 use super::passage::{self, Passage};
 use super::record::Results;
 use super::text::Against;
+use super::{Common, name};
 use crate::checkpoint;
 use crate::devices::Forward;
 use crate::exit::Usage;
@@ -66,10 +66,6 @@ pub fn logits(args: &LogitsArgs) -> anyhow::Result<()> {
     against.print(&reader.describe(args.common.kv()), ours.perplexity());
     let outcome = Outcome { tokens: ours.tokens, perplexity: ours.perplexity(), against };
     results.append("logits", &args.common, &checkpoint, reader.name(), &outcome)
-}
-
-fn name(file: &Path) -> String {
-    file.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// What a file holds.

@@ -14,7 +14,7 @@ mod record;
 mod tasks;
 mod text;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 
@@ -57,6 +57,11 @@ impl Common {
             _ => self.model.device.kv,
         }
     }
+}
+
+/// What a file is called in results: where it lies is nobody's business.
+fn name(file: &Path) -> String {
+    file.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// Runs the command.

@@ -10,9 +10,9 @@ use lily_engine::Reply;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::Common;
 use super::ask::{Answer, Asker};
 use super::record::Results;
+use super::{Common, name};
 use crate::checkpoint;
 use crate::exit::Usage;
 use crate::output::progress;
@@ -124,7 +124,7 @@ pub fn tasks(args: &TasksArgs) -> anyhow::Result<()> {
         std::fs::write(file, answers).with_context(|| format!("cannot write {}", file.display()))?;
     }
     print(&asker.device(), &scores);
-    let name = args.file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = name(&args.file);
     let outcome = Outcome { tasks: name, max_tokens: args.max_tokens, scores };
     results.append("tasks", &args.common, &checkpoint, &asker.device(), &outcome)
 }

@@ -11,9 +11,9 @@ use lily_model::tokenizer::Tokenizer;
 use lily_reference::quality::{Agreement, Likelihood};
 use serde::Serialize;
 
-use super::Common;
 use super::passage::{self, Passage};
 use super::record::Results;
+use super::{Common, name};
 use crate::args::{BackendName, DeviceArgs, KvType, ModelArgs};
 use crate::checkpoint;
 use crate::devices::Forward;
@@ -139,7 +139,7 @@ pub fn text(args: &TextArgs) -> anyhow::Result<()> {
     }
     bar.finish_and_clear();
 
-    let name = args.file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = name(&args.file);
     let against = second.as_ref().map(|second| {
         let name = second.describe(args.against_kv.unwrap_or(model.device.kv));
         Against::new(name, &theirs, &agreement)

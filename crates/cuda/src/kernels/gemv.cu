@@ -79,7 +79,7 @@ DEVICE void make_fixed(Fixed& x, const float* v, int lane) {
 }
 
 // What a group adds to an output: `dot` of codes and fixed-point inputs. One order of operations, so that one token and several
-// (batch.cu) have the same bits.
+// (rows.cu) have the same bits.
 DEVICE float group_term(u32 scale_and_bias, float scale, float sum, int high, int low) {
     const float dot = (float)(high * 256 + low);
     return __fmaf_rn(__fmul_rn(bf16_low(scale_and_bias), scale), dot, __fmul_rn(bf16_high(scale_and_bias), sum));
@@ -311,9 +311,9 @@ struct Residual {
 // gated norm, which follows from the sums of squares [value head, 4].
 constexpr int VALUE_BLOCKS = (VALUE_WIDTH + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
 constexpr int QUERY_BLOCKS = QUERY_WIDTH / BLOCK_INPUTS;
-DEVICE float gated_norm_scale(const float* squares, int k) {
-    const float4 s = load_cg((const float4*)squares + k / DELTA_HEAD);
-    return inverse_root((s.x + s.y + s.z + s.w) / DELTA_HEAD + RMS_EPS);
+// Of a delta head, from its four sums of squares.
+DEVICE float gated_norm_scale(float4 squares) {
+    return inverse_root((squares.x + squares.y + squares.z + squares.w) / DELTA_HEAD + RMS_EPS);
 }
 template <int BLOCKS, bool NORMED>
 DEVICE void output(const char* weights, const float* x_in, const float* squares, float* h) {
@@ -332,7 +332,7 @@ DEVICE void output(const char* weights, const float* x_in, const float* squares,
             const int k = lane_start(block, t.lane);
             load_lane(v, x_in + k);
             if (NORMED) {
-                const float scale = gated_norm_scale(squares, k);
+                const float scale = gated_norm_scale(load_cg((const float4*)squares + k / DELTA_HEAD));
 #pragma unroll
                 for (int i = 0; i < 8; i++) v[i] *= scale;
             }

@@ -126,7 +126,7 @@ rows_delta_step(const Run* runs, int layer, const float* projected, const float4
     });
     __syncthreads();
     if (threadIdx.x >= 32) return;
-    const float scale = inverse_root((squares[0] + squares[1] + squares[2] + squares[3]) / DELTA_HEAD + RMS_EPS);
+    const float scale = gated_norm_scale(make_float4(squares[0], squares[1], squares[2], squares[3]));
     // The last head may have half a block of nothing behind it.
     const bool pads = VALUE_WIDTH % BLOCK_INPUTS != 0 && head == VALUE_HEADS - 1;
     fix_groups(out, row, head * DELTA_HEAD, values, scale, 2, pads ? 4 : 2, lane);
@@ -347,7 +347,6 @@ template <int BLOCKS, int BITS, int QUADS, int CHAINS = 2> struct RowTiles {
 };
 
 DEVICE int tiles_of_cta(int tiles) { return tiles > (int)blockIdx.x ? (tiles - blockIdx.x - 1) / gridDim.x + 1 : 0; }
-DEVICE int tile_of_cta(int index) { return blockIdx.x + index * gridDim.x; }
 
 // A linear whose tiles all meet all rows: `tiles` of them from `first` on, as many apart as there are CTAs. `weights_of(tile, block)`,
 // `place_of(block)`: where inputs of a block begin in a row; `finish(row)` makes what takes (tile, output, sum) of a row.
