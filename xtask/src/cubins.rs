@@ -14,9 +14,11 @@ const LIBRARY: &str = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12";
 
 /// Where a few registers may go to memory: the kernels were shaped on older GPUs, and none of these has been at hand yet.
 const UNTUNED: [&str; 2] = ["100", "120"];
-/// A kernel that may all the same: of the 128 registers that its two CTAs leave a thread, a pass of nine to sixteen rows over
-/// the head lacks five, and waits for memory anyway. One CTA with twice as many was not measured.
-const SPILLS: (&str, &str) = ("90a", "rows_head");
+/// Kernels that may all the same, by model and GPU. Of the 128 registers that its two CTAs leave a thread, a pass of nine to sixteen rows over
+/// the head lacks a few, and waits for memory anyway; one CTA with twice as many was slower. Attention of the demo model keeps the
+/// number of its job in memory, which is looked at once a job.
+const SPILLS: [(&str, &str, &str); 3] =
+    [("qwen36", "90a", "rows_head"), ("demo", "90a", "rows_head"), ("demo", "90a", "attend")];
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -61,7 +63,7 @@ pub fn run(args: &Args) -> Result<()> {
                 true => "nothing spills".to_owned(),
                 false => format!("registers spill to memory in {}", spilling.join(", ")),
             };
-            let allowed = spilling.iter().all(|kernel| (*arch, *kernel) == SPILLS);
+            let allowed = spilling.iter().all(|kernel| SPILLS.contains(&(name, *arch, *kernel)));
             ensure!(allowed || UNTUNED.contains(arch), "{name}, sm_{arch}: {spills}");
             println!("{name:<8} sm_{arch:<4} {:>9} bytes, {spills}", compiled.cubin.len());
             if !args.check {

@@ -322,10 +322,14 @@ pub fn system() -> String {
 }
 
 /// Memory that this process could take without pushing others out, in bytes. Cached files count as free, also those of
-/// the container that it may run in: the weights are such files themselves.
+/// the container that it may run in: the weights are such files themselves. Where the system does not tell, as without `/proc`, it is 0.
 pub fn available_memory() -> usize {
     let mut system = sysinfo::System::new();
     system.refresh_memory();
+    // What follows takes it for an error of its caller's that there is no memory.
+    if system.total_memory() == 0 {
+        return 0;
+    }
     let machine = system.available_memory();
     let container = system.cgroup_limits().map_or(u64::MAX, |limits| limits.total_memory.saturating_sub(limits.rss));
     usize::try_from(machine.min(container)).unwrap_or(usize::MAX)
