@@ -160,8 +160,9 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
         rows_jobs[tid] = own;
     }
     __syncthreads();
-    bool first_job = true;
-    for (int job = blockIdx.x;; job += gridDim.x, first_job = false) {
+    int job = blockIdx.x;
+    for (;; job += gridDim.x) {
+        const bool first_job = job == (int)blockIdx.x;
         // Made anew for every job, or what follows from it would be kept in registers over all of them.
         int lane = tid & 31;
         asm volatile("" : "+r"(lane));
@@ -169,17 +170,17 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
         // The last row whose first job does not lie behind this one: lanes without a row say where all jobs end.
         const int row = __popc(__ballot_sync(FULL, (int)rows_jobs[lane].first <= job)) - 1;
         if (row >= rows) break;
-        const RowJobs& own_row = rows_jobs[row];
-        const u32 position = own_row.position, length = own_row.length, warps = own_row.warps, in_row = job - own_row.first;
+        const u32 position = rows_jobs[row].position, length = rows_jobs[row].length;
+        const u32 warps = rows_jobs[row].warps, together = rows_jobs[row].together, in_row = job - rows_jobs[row].first;
         // What the job before had in shared memory is used up.
         if (!first_job) __syncthreads();
         const Run* run = runs + row;
         const int kv_head = in_row % KV_HEADS;
         // This warp's part, and which of its warps it is.
         const u32 in_head = in_row / KV_HEADS, in_job = warp >> __ffs(warps) - 1;
-        const u32 part = in_head * own_row.together + in_job, own = warp & warps - 1;
+        const u32 part = in_head * together + in_job, own = warp & warps - 1;
         const u32 start = part * length;
-        const u32 count = start > position || in_job >= own_row.together ? 0 : min(position + 1 - start, length);
+        const u32 count = start > position || in_job >= together ? 0 : min(position + 1 - start, length);
         u16* keys = keys_of(run, layer, kv_head) + (u64)start * HEAD;
         u16* values = keys + value_offset(run);
         // Rows beyond the limit repeat the one before it, so that no number in a tile is undefined.
@@ -201,7 +202,7 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
         if (first_job) wait_for_inputs();
         const float* projected = all_projected + (u64)row * PROJ_ATTENTION;
         // The CTA that has the new token's part writes its key and value.
-        const bool writes = in_head == own_row.last;
+        const bool writes = in_head == rows_jobs[row].last;
         // A warp's query, and the first two also the key and the value.
         const bool asks = warp < QUERIES_PER_KV, writes_one = writes && warp < 2;
         float2 turns[8] = {};
@@ -371,7 +372,7 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
             if (dim == 0) part_sums[head * parts] = make_float2(top, total);
         }
     }
-    if (first_job) wait_for_inputs();
+    if (job == (int)blockIdx.x) wait_for_inputs();
 }
 
 // ---- Adds up the parts, in four shares, and applies the gate: every fourth part is a share. 256 threads have DIMS dimensions of a head: 64
