@@ -4,7 +4,8 @@
 
 A benchmark: it prints numbers and judges none. Overhead of a token is the time from the moment at which the engine has it until what it
 gives is written to the socket; the server measures it itself (lily_token_to_socket_seconds, buckets of 10 us up to 200 us, so that what
-is printed is a bound at most 10 us above). It is measured at a pace that GPUs have (all streams get their tokens in one step, so that with
+is printed is a bound at most 10 us above), and what of it is left without the time in which the system wakes the task that writes
+(lily_token_task_to_socket_seconds). It is measured at a pace that GPUs have (all streams get their tokens in one step, so that with
 16 streams the last waits for what 15 others cost), twice: on the machine as it is, and with an idle task on each processor, which keeps
 the processors from halting and gives way to whatever else wants to run. Without a pace no thread of the server sleeps for long, so that no
 wake-up is measured; but the script may be faster than the writer, and then what is measured is a queue. There the processor time counts,
@@ -31,6 +32,7 @@ STREAMS = [int(number) for number in sys.argv[2:]] or [1, 16]
 PACE = 200
 TOKENS = 2000
 METRIC = "lily_token_to_socket_seconds"
+AWAKE = "lily_token_task_to_socket_seconds"
 SHARES = (0.5, 0.9, 0.99)
 
 
@@ -57,15 +59,15 @@ def run(server, streams, question):
     seconds = time.perf_counter() - start
     server.wait_idle()
     after = server.metrics()
-    counted = {name: value - before.get(name, 0) for name, value in after.items() if name.startswith(METRIC)}
+    counted = {name: value - before.get(name, 0) for name, value in after.items() if name.startswith((METRIC, AWAKE))}
     return counted, server.cpu_seconds() - cpu, seconds
 
 
-def bound(counted, share):
+def bound(counted, metric, share):
     """The upper bound of the bucket that holds this share of all."""
-    bucket = METRIC + '_bucket{le="'
+    bucket = metric + '_bucket{le="'
     bounds = sorted((float(name[len(bucket) : -2]), count) for name, count in counted.items() if name.startswith(bucket))
-    return next(bound for bound, count in bounds if count >= share * counted[METRIC + "_count"])
+    return next(bound for bound, count in bounds if count >= share * counted[metric + "_count"])
 
 
 def micro(seconds):
@@ -77,8 +79,11 @@ def quantiles(value):
 
 
 def overhead(counted):
-    mean = counted[METRIC + "_sum"] / counted[METRIC + "_count"]
-    return f"from engine to socket mean {micro(mean)}, at most {quantiles(lambda share: bound(counted, share))}"
+    def time(metric):
+        mean = counted[metric + "_sum"] / counted[metric + "_count"]
+        return f"mean {micro(mean)}, at most {quantiles(lambda share: bound(counted, metric, share))}"
+
+    return f"from engine to socket {time(METRIC)}; from the woken task to socket {time(AWAKE)}"
 
 
 def bare_wakes(count=1000):

@@ -18,7 +18,7 @@ use crate::trace;
 use crate::turn::{
     Format, Input, TokenLogProb, TokenText, ToolChoice, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest, Usage,
 };
-use crate::turns::{Told, TurnEvents};
+use crate::turns::{TokenAt, Told, TurnEvents};
 
 /// Makes a call improbable without touching the prompt; the largest bias that requests may have.
 const NEVER: f32 = -100.0;
@@ -157,7 +157,8 @@ impl Answering {
             || (Instant::now(), Err(TurnError::ShuttingDown)),
             |(had_at, event)| (had_at, event.map_err(TurnError::from)),
         );
-        let mut token_at = matches!(event, Ok(Event::Token(_))).then_some(had_at);
+        let token_at = TokenAt { engine: had_at, task: self.heard.into_std() };
+        let mut token_at = matches!(event, Ok(Event::Token(_))).then_some(token_at);
         for event in self.reading.read(event) {
             // A sign of life is none of the token's.
             let token_at = if matches!(event, Ok(TurnEvent::Progress { .. })) { None } else { token_at.take() };

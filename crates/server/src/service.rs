@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::answering::{self, Answering, Prepared};
 use crate::metrics::Metrics;
 use crate::turn::{TurnError, TurnRequest};
-use crate::turns::{ModelInfo, Readiness, Starting, TurnStream, Turns};
+use crate::turns::{ModelInfo, Readiness, Starting, TokenAt, TurnStream, Turns};
 
 /// Steps that may fail one after the other, each for the device's own reasons, before the server says that it is of no use.
 const FAILURES: usize = 3;
@@ -202,8 +202,8 @@ impl Turns for Service {
         }
     }
 
-    fn written(&self, after: Duration) {
-        self.shared.metrics.written(after);
+    fn written(&self, token: TokenAt) {
+        self.shared.metrics.written(token);
     }
 
     fn metrics(&self) -> String {

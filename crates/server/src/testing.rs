@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 use tower::ServiceExt;
 
 use crate::turn::{Input, TokenLogProb, TokenText, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest, Usage};
-use crate::turns::{ModelInfo, Readiness, Starting, Told, TurnEvents, TurnStream, Turns};
+use crate::turns::{ModelInfo, Readiness, Starting, TokenAt, Told, TurnEvents, TurnStream, Turns};
 use crate::{Settings, router};
 
 /// Of the demo checkpoint.
@@ -132,7 +132,7 @@ impl Turns for Played {
 
     fn stop(&self) {}
 
-    fn written(&self, _: Duration) {}
+    fn written(&self, _: TokenAt) {}
 
     fn metrics(&self) -> String {
         "lily_requests_total 0\n".into()

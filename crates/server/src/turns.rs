@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use lily_engine::TextModel;
 
@@ -32,8 +32,17 @@ impl dyn TurnEvents {
 pub struct Told {
     /// What happened.
     pub event: Result<TurnEvent, TurnError>,
-    /// With the first event that a token gives: when the engine had the token.
-    pub token_at: Option<Instant>,
+    /// With the first event that a token gives: where the token was when.
+    pub token_at: Option<TokenAt>,
+}
+
+/// When a token was where, on its way to the client.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenAt {
+    /// The engine had it.
+    pub engine: Instant,
+    /// The task that writes it had it: later by what the system takes to wake that task.
+    pub task: Instant,
 }
 
 impl From<Result<TurnEvent, TurnError>> for Told {
@@ -68,8 +77,8 @@ pub trait Turns: Send + Sync + 'static {
     /// Cancels what is in progress, and ends. Blocks until then.
     fn stop(&self);
 
-    /// Notes that what a token gave was written to its connection so long after the engine had the token.
-    fn written(&self, after: Duration);
+    /// Notes that what a token gave is written to its connection.
+    fn written(&self, token: TokenAt);
 
     /// Metrics in the text format of Prometheus.
     fn metrics(&self) -> String;
@@ -104,7 +113,7 @@ pub struct Running {
     api: &'static str,
     id: String,
     over: bool,
-    tokens_at: Vec<Instant>,
+    tokens_at: Vec<TokenAt>,
 }
 
 impl Running {
@@ -159,8 +168,8 @@ impl Running {
         Poll::Ready(Some(event))
     }
 
-    /// When the engine had the tokens of the events that came since the last call.
-    pub fn take_tokens_at(&mut self) -> Vec<Instant> {
+    /// When the tokens were where, of the events that came since the last call.
+    pub fn take_tokens_at(&mut self) -> Vec<TokenAt> {
         std::mem::take(&mut self.tokens_at)
     }
 
