@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use lily_cuda::compile::{ARCHES, Nvrtc, key, source};
+use lily_cuda::compile::{ARCHES, Nvrtc, dynamic_shared, key, little_shared, shared_limit, source};
 use lily_model::Shape;
 
 /// NVIDIA's run-time compiler on PyPI, the newest whose code every driver for CUDA 12 takes.
@@ -51,9 +51,11 @@ pub fn run(args: &Args) -> Result<()> {
         std::fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
     }
     for (name, shape) in [("qwen36", Shape::QWEN36), ("demo", Shape::DEMO)] {
-        let source = source(&shape);
         for arch in ARCHES {
+            let source = source(&shape, little_shared(arch));
             let compiled = compiler.compile(&source, arch)?;
+            check_shared(&compiled.log, &dynamic_shared(&shape, little_shared(arch)), shared_limit(arch))
+                .with_context(|| format!("{name}, sm_{arch}"))?;
             let spilling = spilling(&compiled.log);
             let spills = match spilling.is_empty() {
                 true => "nothing spills".to_owned(),
@@ -87,6 +89,33 @@ fn install(python: &str) -> Result<PathBuf> {
     Ok(library)
 }
 
+/// A block of each kernel must find room for what its source declares, which the assembler says, and what it gets at launch.
+fn check_shared(log: &str, dynamic: &[(&str, usize)], limit: usize) -> Result<()> {
+    let declared = declared_shared(log);
+    for (kernel, dynamic) in dynamic {
+        let declared = declared.iter().find(|(name, _)| name == kernel);
+        let (_, declared) = declared.with_context(|| format!("the assembler says nothing of {kernel}"))?;
+        let needed = declared + dynamic;
+        ensure!(needed <= limit, "a block of {kernel} needs {needed} bytes of shared memory and may have {limit}");
+    }
+    Ok(())
+}
+
+/// Kernels with the bytes of shared memory that their source declares.
+fn declared_shared(log: &str) -> Vec<(&str, usize)> {
+    let mut kernel = "";
+    let mut found = Vec::new();
+    for line in log.lines() {
+        if let Some((_, name)) = line.split_once("Compiling entry function '") {
+            kernel = name.split('\'').next().unwrap_or_default();
+        } else if let Some((_, used)) = line.split_once(": Used ") {
+            let bytes = used.split(", ").find_map(|part| part.strip_suffix(" bytes smem"));
+            found.push((kernel, bytes.and_then(|bytes| bytes.parse().ok()).unwrap_or(0)));
+        }
+    }
+    found
+}
+
 /// The kernels of which the assembler says that registers went to memory.
 fn spilling(log: &str) -> Vec<&str> {
     let mut kernel = "";
@@ -114,5 +143,18 @@ mod tests {
                    ptxas info    : Function properties for bad\n\
                    \x20   16 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads\n";
         assert_eq!(spilling(log), ["bad"]);
+    }
+
+    #[test]
+    fn shared_memory_is_counted_whole() {
+        let log = "ptxas info    : Compiling entry function 'plain' for 'sm_89'\n\
+                   ptxas info    : Used 18 registers, used 0 barriers, 380 bytes cmem[0]\n\
+                   ptxas info    : Compiling entry function 'both' for 'sm_89'\n\
+                   ptxas info    : Used 90 registers, used 1 barriers, 2000 bytes smem, 380 bytes cmem[0]\n";
+        assert_eq!(declared_shared(log), [("plain", 0), ("both", 2000)]);
+        check_shared(log, &[("plain", 3000), ("both", 1000)], 3000).unwrap();
+        let error = check_shared(log, &[("both", 1001)], 3000).unwrap_err().to_string();
+        assert_eq!(error, "a block of both needs 3001 bytes of shared memory and may have 3000");
+        assert!(check_shared(log, &[("gone", 0)], 3000).is_err());
     }
 }

@@ -80,7 +80,7 @@ fn load_cuda(args: &ModelArgs, checkpoint: Arc<Checkpoint>, device: usize) -> an
     if args.ctx.is_some() {
         context(args, &checkpoint)?;
     }
-    let options = lily_cuda::LoadOptions { device, max_context: args.ctx, max_chunk: None };
+    let options = lily_cuda::LoadOptions { device, max_context: args.ctx, ..lily_cuda::LoadOptions::default() };
     Ok(Box::new(CudaBackend::load(checkpoint, &options)?))
 }
 

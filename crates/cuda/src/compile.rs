@@ -14,7 +14,7 @@ use lily_backend::{Error, Result};
 use lily_model::Shape;
 
 use crate::device::unavailable;
-use crate::kernels::{SOURCES, Sizes};
+use crate::kernels::{Kernels, SOURCES, Sizes};
 
 /// Compute capabilities that release builds carry cubins for. `90a` has instructions that only Hopper runs.
 pub const ARCHES: &[&str] = &["80", "86", "89", "90a", "100", "120"];
@@ -24,9 +24,30 @@ pub fn arch_name(arch: u32) -> String {
     if arch == 90 { "90a".into() } else { arch.to_string() }
 }
 
-/// All kernels for a shape as one source.
-pub fn source(shape: &Shape) -> String {
-    let mut source = prelude(shape);
+/// Bytes of shared memory that a block of threads may have on GPUs of this name, like `90a` (CUDA C++ programming guide, technical
+/// specifications per compute capability).
+pub fn shared_limit(arch: &str) -> usize {
+    let kibibytes = match arch.trim_end_matches('a').parse().unwrap_or(0) {
+        80 | 87 => 163,
+        90..=119 => 227,
+        _ => 99,
+    };
+    kibibytes << 10
+}
+
+/// Whether the kernels have to do with the least of them.
+pub fn little_shared(arch: &str) -> bool {
+    shared_limit(arch) < 163 << 10
+}
+
+/// Kernels and the bytes of shared memory that they get at launch. Those that only Hopper has are not among them.
+pub fn dynamic_shared(shape: &Shape, little_shared: bool) -> Vec<(&'static str, usize)> {
+    Kernels::dynamic_shared(&Sizes::new(shape, little_shared))
+}
+
+/// All kernels for a shape as one source, for GPUs with [little shared memory](little_shared) or others.
+pub fn source(shape: &Shape, little_shared: bool) -> String {
+    let mut source = prelude(shape, little_shared);
     for (name, text) in SOURCES {
         // Writing to a string cannot fail.
         let _ = writeln!(source, "#line 1 \"{name}\"\n{text}");
@@ -35,9 +56,9 @@ pub fn source(shape: &Shape) -> String {
 }
 
 /// The sizes of a shape as constants.
-fn prelude(shape: &Shape) -> String {
+fn prelude(shape: &Shape, little_shared: bool) -> String {
     let mut text = String::new();
-    for (name, value) in Sizes::new(shape).constants() {
+    for (name, value) in Sizes::new(shape, little_shared).constants() {
         let _ = writeln!(text, "constexpr int {name} = {value};");
     }
     let _ = writeln!(text, "constexpr float RMS_EPS = {:e}f;", shape.rms_eps);
@@ -62,8 +83,8 @@ pub fn key(source: &str, arch: &str) -> String {
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
 /// The machine code of all kernels for a shape on a GPU.
-pub(crate) fn cubin(shape: &Shape, arch: u32) -> Result<Vec<u8>> {
-    let (source, arch) = (source(shape), arch_name(arch));
+pub(crate) fn cubin(shape: &Shape, arch: u32, little_shared: bool) -> Result<Vec<u8>> {
+    let (source, arch) = (source(shape, little_shared), arch_name(arch));
     let key = key(&source, &arch);
     if let Some((_, cubin)) = EMBEDDED.iter().find(|(name, _)| *name == key) {
         return Ok(cubin.to_vec());
@@ -206,11 +227,19 @@ mod tests {
 
     #[test]
     fn the_source_has_the_sizes_of_the_shape_and_every_kernel_file() {
-        let source = source(&Shape::QWEN36);
+        let source = source(&Shape::QWEN36, false);
         assert!(source.contains("constexpr int HIDDEN = 2048;"));
         assert!(source.contains("constexpr int PROJ_DELTA = 12352;"));
         assert!(source.contains("constexpr float RMS_EPS = 1e-6f;"));
         assert!(SOURCES.iter().all(|(name, _)| source.contains(&format!("#line 1 \"{name}\""))));
+    }
+
+    #[test]
+    fn sources_differ_by_shared_memory() {
+        let little: Vec<&str> = ARCHES.iter().copied().filter(|arch| little_shared(arch)).collect();
+        assert_eq!(little, ["86", "89", "120"]);
+        assert!(source(&Shape::QWEN36, true).contains("constexpr int LITTLE_SHARED = 1;"));
+        assert!(source(&Shape::QWEN36, false).contains("constexpr int LITTLE_SHARED = 0;"));
     }
 
     #[test]

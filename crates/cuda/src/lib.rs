@@ -59,6 +59,8 @@ pub struct LoadOptions {
     /// Most tokens of a prefill chunk; `None`: 4096, or fewer where their activations would take more than a quarter of the
     /// memory.
     pub max_chunk: Option<usize>,
+    /// The kernels for GPUs that give a block 99 KiB of shared memory, on any GPU: so that one of the others can test them.
+    pub little_shared: bool,
 }
 
 const DEFAULT_CHUNK: usize = 4096;
@@ -120,7 +122,9 @@ impl CudaBackend {
         if needed > available {
             return Err(Error::OutOfMemory { what: format!("the weights on {}", device.name), needed, available });
         }
-        let kernels = Kernels::load(&device, &shape, &compile::cubin(&shape, device.arch)?)?;
+        let little_shared = options.little_shared || compile::little_shared(&compile::arch_name(device.arch));
+        let cubin = compile::cubin(&shape, device.arch, little_shared)?;
+        let kernels = Kernels::load(&device, &shape, little_shared, &cubin)?;
         let weights = plan::load_weights(&device, &kernels, &checkpoint)?;
         let pass = Pass { device: &device, overlap: device.overlaps() };
         let grid = ScratchGrid { parts: kernels.attention_parts(&pass), head: kernels.head_grid(&pass) };

@@ -99,10 +99,9 @@ constexpr int PIECES = HEAD / 8;
 constexpr int ATTEND_WARPS = 8;
 constexpr int ATTEND_TILE = 16;
 static_assert(QUERIES_PER_KV <= 8, "query heads are the columns of an operand");
-struct AttendTiles {
-    uint4 keys[ATTEND_WARPS][ATTEND_TILE][PIECES];
-    uint4 values[ATTEND_WARPS][ATTEND_TILE][PIECES];
-};
+// Where shared memory is little, keys and values of a tile come one after the other to the same place.
+constexpr int ATTEND_PLACES = LITTLE_SHARED ? 1 : 2;
+typedef uint4 AttendTile[ATTEND_TILE][PIECES];
 // Partial outputs of a warp, in memory that held tiles: rows are apart by 4 words more, so that heads of a lane's row meet no bank twice.
 constexpr int OUTPUT_STRIDE = HEAD + 4;
 
@@ -116,21 +115,50 @@ DEVICE u32 warps_of_part(u32 length) {
     return tiles > 4 ? 8 : tiles > 2 ? 4 : tiles;
 }
 
+// What a row's attention consists of.
+struct RowJobs {
+    u32 position, length;   // of its new token; tokens of a part
+    u32 first;              // the row's first job, of those of all rows
+    u32 warps, together;    // of a part, a power of two; parts of a job
+    u32 last;               // the job of a kv head that has the new token
+};
+
 // Partial results of a part: [query head, parts] of maximum and sum, [parts, query head, 256] of values. `turns` [rows, 32].
 KERNEL(ATTEND_WARPS * 32, 2)
 attend(const Run* runs, int rows, int layer, int parts, const float* all_projected, const float* q_norm, const float* k_norm,
        const float2* all_turns, float2* all_sums, float* all_values) {
     __shared__ uint4 queries[2][8][PIECES];
     __shared__ float2 warp_sums[ATTEND_WARPS][8];
-    __shared__ u32 positions[32];
+    __shared__ RowJobs rows_jobs[32];
     __shared__ uint2 places[ATTEND_WARPS];
+    __shared__ uint4 new_key_value[2][PIECES];
     extern __shared__ __align__(128) char dynamic_shared[];
-    AttendTiles& shared = *(AttendTiles*)dynamic_shared;
     const int tid = threadIdx.x, warp = tid >> 5;
+    AttendTile* tiles = (AttendTile*)dynamic_shared;
+    AttendTile &key_tile = tiles[warp], &value_tile = tiles[(ATTEND_PLACES - 1) * ATTEND_WARPS + warp];
     launch_dependents();
     if (QUERIES_PER_KV < 8)
         for (int i = tid; i < 2 * 8 * PIECES; i += ATTEND_WARPS * 32) (&queries[0][0][0])[i] = make_uint4(0, 0, 0, 0);
-    if (tid < rows) positions[tid] = runs[tid].position;
+    // Lane i of the first warp describes row i; divisions row by row would take longer than the rest.
+    if (warp == 0) {
+        RowJobs own = {};
+        u32 jobs = 0;
+        if (tid < rows) {
+            own.position = runs[tid].position, own.length = part_length(own.position + 1, parts), own.warps = warps_of_part(own.length);
+            own.together = rows == 1 ? 1 : ATTEND_WARPS / own.warps;
+            const u32 used = (own.position + own.length) / own.length;
+            own.last = (used - 1) / own.together;
+            jobs = (own.last + 1) * KV_HEADS;
+        }
+        u32 behind = jobs;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const u32 other = __shfl_up_sync(FULL, behind, d);
+            if (tid >= d) behind += other;
+        }
+        own.first = behind - jobs;
+        rows_jobs[tid] = own;
+    }
     __syncthreads();
     int job = blockIdx.x;
     for (;; job += gridDim.x) {
@@ -139,30 +167,24 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
         int lane = tid & 31;
         asm volatile("" : "+r"(lane));
         const int g = lane >> 2, t = lane & 3;
-        // The row, and the job's number in it.
-        int row = 0, in_row = job;
-        u32 position, length, warps, together;
-        for (; row < rows; row++) {
-            position = positions[row], length = part_length(position + 1, parts), warps = warps_of_part(length);
-            const u32 used = (position + length) / length;
-            together = rows == 1 ? 1 : ATTEND_WARPS / warps;
-            const int jobs = (used + together - 1) / together * KV_HEADS;
-            if (in_row < jobs) break;
-            in_row -= jobs;
-        }
-        if (row == rows) break;
+        // The last row whose first job does not lie behind this one: lanes without a row say where all jobs end.
+        const int row = __popc(__ballot_sync(FULL, (int)rows_jobs[lane].first <= job)) - 1;
+        if (row >= rows) break;
+        const u32 position = rows_jobs[row].position, length = rows_jobs[row].length;
+        const u32 warps = rows_jobs[row].warps, together = rows_jobs[row].together, in_row = job - rows_jobs[row].first;
         // What the job before had in shared memory is used up.
         if (!first_job) __syncthreads();
         const Run* run = runs + row;
         const int kv_head = in_row % KV_HEADS;
         // This warp's part, and which of its warps it is.
-        const u32 first_part = in_row / KV_HEADS * together, part = first_part + warp / warps, own = warp % warps;
+        const u32 in_head = in_row / KV_HEADS, in_job = warp >> __ffs(warps) - 1;
+        const u32 part = in_head * together + in_job, own = warp & warps - 1;
         const u32 start = part * length;
-        const u32 count = start > position || warp / warps >= together ? 0 : min(position + 1 - start, length);
+        const u32 count = start > position || in_job >= together ? 0 : min(position + 1 - start, length);
         u16* keys = keys_of(run, layer, kv_head) + (u64)start * HEAD;
         u16* values = keys + value_offset(run);
         // Rows beyond the limit repeat the one before it, so that no number in a tile is undefined.
-        auto load = [&](uint4 (*to)[PIECES], const u16* from, u32 tile, u32 limit) {
+        auto load = [&](AttendTile& to, const u16* from, u32 tile, u32 limit) {
             const u32 first = tile * ATTEND_TILE;
             if (first < limit) {
 #pragma unroll 2
@@ -173,14 +195,14 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
         };
         // The part of the new token. Those before it were written a whole pass ago.
         const bool owner = count && position - start < length;
-        load(shared.keys[warp], keys, own, owner ? count - 1 : count);
-        load(shared.values[warp], values, own, owner ? count - 1 : count);
+        load(key_tile, keys, own, owner ? count - 1 : count);
+        if (ATTEND_PLACES == 2) load(value_tile, values, own, owner ? count - 1 : count);
         float weights[8];
         load8(weights, q_norm + lane * 8);
         if (first_job) wait_for_inputs();
         const float* projected = all_projected + (u64)row * PROJ_ATTENTION;
         // The CTA that has the new token's part writes its key and value.
-        const bool writes = position / length / together == first_part / together;
+        const bool writes = in_head == rows_jobs[row].last;
         // A warp's query, and the first two also the key and the value.
         const bool asks = warp < QUERIES_PER_KV, writes_one = writes && warp < 2;
         float2 turns[8] = {};
@@ -213,7 +235,9 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
                 rope_lane(new_one, turns, lane);
             }
             u16* to = keys_of(run, layer, kv_head) + (warp ? value_offset(run) : 0);
-            ((uint4*)(to + (u64)position * HEAD))[lane] = pack8(new_one);
+            const uint4 packed = pack8(new_one);
+            ((uint4*)(to + (u64)position * HEAD))[lane] = packed;
+            new_key_value[warp][lane] = packed;
         }
         // Where its results go, in shared memory while registers hold outputs.
         if (lane == 0)
@@ -224,10 +248,10 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
         __syncthreads();
         // If its tile is already here it belongs there too, and repeats to the end of the tile.
         if (owner && (count - 1) / ATTEND_TILE == own) {
-            // From memory, where a warp of this CTA has just written them.
+            const uint4 key = new_key_value[0][lane], value = new_key_value[1][lane];
             for (u32 row = (count - 1) % ATTEND_TILE; row < ATTEND_TILE; row++) {
-                shared.keys[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(keys + (u64)(count - 1) * HEAD) + lane);
-                shared.values[warp][row][lane ^ (row & 7)] = __ldcg((const uint4*)(values + (u64)(count - 1) * HEAD) + lane);
+                key_tile[row][lane ^ (row & 7)] = key;
+                if (ATTEND_PLACES == 2) value_tile[row][lane ^ (row & 7)] = value;
             }
             __syncwarp();
         }
@@ -235,7 +259,7 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
         float o[HEAD / 16][4] = {};
         float highest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
         for (u32 tile = own; tile * ATTEND_TILE < count; tile += warps) {
-            copy_wait<1>();
+            copy_wait<ATTEND_PLACES - 1>();
             __syncwarp();
             // Tokens g and g + 8, for heads 2t and 2t + 1.
             // Two sums side by side, because one would wait for itself at every step.
@@ -245,7 +269,7 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
                 u32 a[4], b[4];
                 // Matrices: tokens 0-7 and 8-15 for inputs 0-7, then for 8-15.
                 const int row = lane & 15, piece = step * 2 + (lane >> 4);
-                load_matrices(a, &shared.keys[warp][row][piece ^ (row & 7)]);
+                load_matrices(a, &key_tile[row][piece ^ (row & 7)]);
                 // Matrices: inputs 0-7 and 8-15 of the rounded queries, then of what rounding left.
                 load_matrices(b, &queries[lane >> 4][lane & 7][(step * 2 + (lane >> 3 & 1)) ^ (lane & 7)]);
                 mma_bf16(parts_of_s[0], a, b[0], b[1]);
@@ -255,7 +279,8 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
 #pragma unroll
             for (int i = 0; i < 4; i++) s[i] = parts_of_s[0][i] + parts_of_s[1][i];
             __syncwarp();
-            load(shared.keys[warp], keys, tile + warps, count);
+            if (ATTEND_PLACES == 2) load(key_tile, keys, tile + warps, count);
+            else load(value_tile, values, tile, count);
             if (tile * ATTEND_TILE + g >= count) s[0] = s[1] = -INFINITY;
             if (tile * ATTEND_TILE + g + 8 >= count) s[2] = s[3] = -INFINITY;
             float correction[2];
@@ -281,19 +306,20 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
             for (int n = 0; n < HEAD / 16; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) o[n][i] *= correction[i & 1];
-            copy_wait<1>();
+            copy_wait<ATTEND_PLACES - 1>();
             __syncwarp();
 #pragma unroll
             for (int n = 0; n < HEAD / 16; n++) {
                 // Matrices: dimensions 0-7 and 8-15 of tokens 0-7, then of 8-15.
                 u32 a[4];
                 const int row = (lane & 7) + (lane >> 4) * 8, piece = n * 2 + (lane >> 3 & 1);
-                load_matrices_transposed(a, &shared.values[warp][row][piece ^ (row & 7)]);
+                load_matrices_transposed(a, &value_tile[row][piece ^ (row & 7)]);
                 mma_bf16(o[n], a, p[0][0], p[0][1]);
                 mma_bf16(o[n], a, p[1][0], p[1][1]);
             }
             __syncwarp();
-            load(shared.values[warp], values, tile + warps, count);
+            if (ATTEND_PLACES == 2) load(value_tile, values, tile + warps, count);
+            else load(key_tile, keys, tile + warps, count);
         }
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -328,7 +354,7 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
             if (g == 0) warp_sums[warp][2 * t + i] = make_float2(highest[i], sum[i]);
         }
         __syncthreads();
-        const u32 first = warp / warps * warps, used = min(warps, (count + ATTEND_TILE - 1) / ATTEND_TILE);
+        const u32 first = warp - own, used = min(warps, (count + ATTEND_TILE - 1) / ATTEND_TILE);
         for (u32 i = own * 32 + lane; used && i < QUERIES_PER_KV * HEAD / 4; i += warps * 32) {
             const u32 head = i / (HEAD / 4), dim = i % (HEAD / 4) * 4;
             float top = warp_sums[first][head].x;
@@ -349,15 +375,17 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
     if (job == (int)blockIdx.x) wait_for_inputs();
 }
 
-// ---- Adds up the parts and applies the gate. Grid [QUERY_HEADS * 4], 256 threads: 64 dimensions, the parts in 4 shares.
+// ---- Adds up the parts, in four shares, and applies the gate: every fourth part is a share. 256 threads have DIMS dimensions of a head: 64
+// and a share each, or 256 and all shares. Grid [QUERY_HEADS * 256 / DIMS, rows].
 constexpr int MAX_PARTS = 128;
-// `finish(i, value)`: of the CTA's 64 dimensions, by the first two warps.
-template <class Finish>
+// `finish(i, value)`: of the CTA's dimensions, by the first DIMS threads.
+template <int DIMS, class Finish>
 DEVICE void combine_parts(const Run* run, int parts, const float* projected, const float2* part_sums, const float* part_values,
                           Finish finish) {
+    constexpr int OWN = DIMS / 64;   // shares of a thread
     __shared__ float scales[MAX_PARTS], shares[4][64], warp_values[8];
-    const int head = blockIdx.x / 4, tid = threadIdx.x, share = tid / 64;
-    const int dim = blockIdx.x % 4 * 64 + tid % 64;
+    const int tid = threadIdx.x, first = tid / DIMS;
+    const int head = blockIdx.x / (HEAD / DIMS), dim = blockIdx.x % (HEAD / DIMS) * DIMS + tid % DIMS;
     run += blockIdx.y;
     projected += blockIdx.y * PROJ_ATTENTION;
     part_sums += blockIdx.y * QUERY_HEADS * parts;
@@ -383,23 +411,36 @@ DEVICE void combine_parts(const Run* run, int parts, const float* projected, con
     __syncthreads();
     const float warp_total = sum_lanes<32>(scale * own.y);
     if (tid % 32 == 0) warp_values[tid / 32] = warp_total;
-    float value = 0.0f;
-    for (int part = share; part < used; part += 4)
-        value += scales[part] * load_cg(part_values + ((u64)part * QUERY_HEADS + head) * HEAD + dim);
-    shares[share][tid % 64] = value;
+    float value[OWN] = {};
+    const float* from = part_values + head * HEAD + dim;
+    if constexpr (OWN == 1) {
+        for (int part = first; part < used; part += 4) value[0] += scales[part] * load_cg(from + (u64)part * QUERY_HEADS * HEAD);
+    } else {
+        // Loads without conditions, so that several are on the way at once.
+#pragma unroll 4
+        for (int part = 0; part < used; part += 4)
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                const int at = min(part + i, used - 1);
+                value[i] += (part + i < used ? scales[at] : 0.0f) * load_cg(from + (u64)at * QUERY_HEADS * HEAD);
+            }
+    }
+    if (OWN == 1) shares[first][tid % 64] = value[0];
     __syncthreads();
-    if (tid < 64) {
+    if (tid < DIMS) {
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < MAX_PARTS / 32; i++) total += warp_values[i];
-        finish(tid, (shares[0][tid] + shares[1][tid] + shares[2][tid] + shares[3][tid]) / total * gate);
+        const float sum = OWN == 1 ? shares[0][tid] + shares[1][tid] + shares[2][tid] + shares[3][tid]
+                                   : value[0] + value[1 % OWN] + value[2 % OWN] + value[3 % OWN];
+        finish(tid, sum / total * gate);
     }
 }
 // Of the step's one row to out [QUERY_WIDTH].
 KERNEL(256, 2)
 attend_combine(const Run* run, int parts, const float* projected, const float2* part_sums, const float* part_values,
                float* out) {
-    combine_parts(run, parts, projected, part_sums, part_values, [=](int i, float value) { out[blockIdx.x * 64 + i] = value; });
+    combine_parts<64>(run, parts, projected, part_sums, part_values, [=](int i, float value) { out[blockIdx.x * 64 + i] = value; });
 }
 
 // ---- Many tokens, before attention: norms and RoPE; keys and values go to the cache. Grid [tokens], a warp per head.

@@ -18,9 +18,11 @@ const ROWS: usize = 16;
 /// Warps of [`Kernels::attend`], each with a tile of 16 tokens of its own.
 const ATTEND_WARPS: usize = 8;
 
-/// A tile of keys and values for each warp; later their partial outputs, which take half of it.
-pub(super) fn shared_of_one(_: &Sizes) -> usize {
-    ATTEND_WARPS * TILE_BYTES / 2
+/// A tile of keys and one of values for each warp, or where memory is little one that has both in turn; later their partial outputs: of 8
+/// heads, four numbers apart.
+pub(super) fn shared_of_one(s: &Sizes) -> usize {
+    let outputs = 8 * (Shape::HEAD_DIM + 4) * 4;
+    ATTEND_WARPS * (TILE_BYTES / 2 / (1 + s.little_shared)).max(outputs)
 }
 
 /// Tiles of 64 keys and as many values; for each warpgroup 64 rows of queries in two halves; and room to begin at a multiple of 1024.
@@ -85,7 +87,7 @@ impl Kernels {
         (sums, values): (Pointer, Pointer),
         out: FixedRows,
     ) -> Result<()> {
-        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads * 4, rows));
+        let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads, rows));
         pass.launch(self.rows_attend_combine, grid, 256, arguments![runs, parts, projected, sums, values, out])
     }
 

@@ -79,9 +79,10 @@ DEVICE void arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;"
 
 // ---- Copies into shared memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEVICE void copy16(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+DEVICE void copy16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+DEVICE void copy16(void* to, const void* from) { copy16(shared_address(to), from); }
 DEVICE void copy8(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -119,6 +120,19 @@ template <int BYTES, int DEPTH> struct BlockRing {
         if (++used == DEPTH) used = 0;
     }
 };
+
+// Shared memory by its address, which stays one register over a loop where the compiler would make a pointer anew in every turn.
+DEVICE uint4 load_shared16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+DEVICE void store_shared(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+// A number that the compiler takes as it is, so that nothing is made anew from what it came from.
+DEVICE u32 opaque(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 DEVICE float4 load_cg(const float4* p) {
     float4 v;

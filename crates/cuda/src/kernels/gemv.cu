@@ -9,7 +9,7 @@
 constexpr int WARPS = 16;
 constexpr int THREADS = WARPS * 32;
 constexpr int SLOTS = 2;
-constexpr int PROJECT_SLOTS = 3;   // of the projections, whose warps have about three blocks each
+constexpr int PROJECT_SLOTS = LITTLE_SHARED ? 2 : 3;   // of the projections, whose warps have about three blocks each
 
 // x of one block in a lane: bytes for the B operand, and of group t the scale and the sum.
 struct Fixed {

@@ -11,7 +11,9 @@ const THREADS: usize = 32 * WARPS;
 /// Blocks that a warp has on the way. More let the streams of neighbouring kernels push each other out: two CTAs must fit.
 const SLOTS: usize = 2;
 /// The same of [`Kernels::norm_project`].
-const PROJECT_SLOTS: usize = 3;
+fn project_slots(s: &Sizes) -> usize {
+    3 - s.little_shared
+}
 
 /// Dynamic shared memory of these kernels: slots, of which one of an 8-bit block is smaller than two of 4-bit ones.
 pub(super) fn shared(_: &Sizes) -> usize {
@@ -32,19 +34,29 @@ pub(super) struct Alone {
     attention_output: (Function, u32),
 }
 
+/// What they need.
+pub(super) fn shared_of_alone(s: &Sizes) -> [(&'static str, usize); 3] {
+    [
+        ("norm_project", WARPS * project_slots(s) * BLOCK4_BYTES),
+        ("delta_output", shared(s)),
+        ("attention_output", shared(s)),
+    ]
+}
+
 /// More than half of the 228 KiB of Hopper, and beside it there is room for a CTA of [`shared_of_up`].
 const ALONE_BYTES: usize = 118 << 10;
 
 impl Alone {
     pub(super) fn load(module: &Module, sizes: &Sizes, arch: u32) -> Result<Alone> {
-        let load = |name, needed: usize| -> Result<(Function, u32)> {
+        let load = |(name, needed): (&'static str, usize)| -> Result<(Function, u32)> {
             let shared = if arch == WIDE_ARCH { needed.max(ALONE_BYTES) } else { needed } as u32;
             Ok((module.function(name, shared)?, shared))
         };
+        let [norm_project, delta_output, attention_output] = shared_of_alone(sizes);
         Ok(Alone {
-            norm_project: load("norm_project", WARPS * PROJECT_SLOTS * BLOCK4_BYTES)?,
-            delta_output: load("delta_output", shared(sizes))?,
-            attention_output: load("attention_output", shared(sizes))?,
+            norm_project: load(norm_project)?,
+            delta_output: load(delta_output)?,
+            attention_output: load(attention_output)?,
         })
     }
 }

@@ -113,10 +113,12 @@ sizes! {
     router_rows = "ROUTER_ROWS";
     router_tiles = "ROUTER_TILES";
     vocab_tiles = "VOCAB_TILES";
+    /// 1 where a block of threads has 99 KiB of shared memory, else 0.
+    little_shared = "LITTLE_SHARED";
 }
 
 impl Sizes {
-    pub(crate) fn new(s: &Shape) -> Sizes {
+    pub(crate) fn new(s: &Shape, little_shared: bool) -> Sizes {
         let tiled = |rows: usize| rows.next_multiple_of(TILE_ROWS);
         let (conv_width, value_width) = (s.conv_width(), s.delta_value_width());
         let projected_b = conv_width + value_width;
@@ -150,6 +152,7 @@ impl Sizes {
             router_rows: shared_gate + TILE_ROWS,
             router_tiles: (shared_gate + TILE_ROWS) / TILE_ROWS,
             vocab_tiles: tiled(s.vocab) / TILE_ROWS,
+            little_shared: little_shared.into(),
         }
     }
 
@@ -188,9 +191,16 @@ macro_rules! kernels {
         }
 
         impl Kernels {
+            /// Kernels of every GPU and their dynamic shared memory.
+            pub(crate) fn dynamic_shared(sizes: &Sizes) -> Vec<(&'static str, usize)> {
+                let mut all = vec![$((stringify!($name), ($shared)(sizes))),+];
+                all.extend(gemv::shared_of_alone(sizes));
+                all
+            }
+
             /// Finds every kernel in a cubin.
-            pub(crate) fn load(device: &Device, shape: &Shape, cubin: &[u8]) -> Result<Kernels> {
-                let (module, sizes) = (device.module(cubin)?, Sizes::new(shape));
+            pub(crate) fn load(device: &Device, shape: &Shape, little_shared: bool, cubin: &[u8]) -> Result<Kernels> {
+                let (module, sizes) = (device.module(cubin)?, Sizes::new(shape, little_shared));
                 $(let shared = ($shared)(&sizes) as u32; let $name = (module.function(stringify!($name), shared)?, shared);)+
                 let wide = gemm::Wide::load(&module, device.arch)?;
                 let alone = gemv::Alone::load(&module, &sizes, device.arch)?;

@@ -2,15 +2,17 @@
 //
 // A row's arithmetic is that of gemv.cu, group by group and block by block. What differs is the place of numbers: inputs are rounded to
 // fixed point where they are made; in mma columns 2r and 2r + 1 stand high and low bytes of row r of four rows, a quad, and a
-// group's sums are taken on their own. A CTA of 8 warps takes tiles as in gemv.cu; a warp keeps the inputs of its block in registers.
+// group's sums are taken on their own. A CTA takes tiles as in gemv.cu, in 8 streams of blocks, a warp each, which keeps the inputs of its
+// block in registers. (Two warps a stream with half of the rows each are slower: both decode the weights.)
 // Experts: rows that chose one are put together by four; the lists are made on the device.
 // Bytes moved: the weights once, of experts those of every one that some row chose.
 
 constexpr int ROWS = 16;      // most rows
-constexpr int ROW_WARPS = 8;
-constexpr int ROW_THREADS = ROW_WARPS * 32;
-constexpr int ROW_SLOTS4 = 3, ROW_SLOTS8 = 2;   // blocks that a warp has on the way
-constexpr int ROW_SLOT_BYTES = ROW_WARPS * ROW_SLOTS8 * BLOCK8;
+static_assert(ROWS < 32, "attend has a lane for each, and one behind them");
+constexpr int ROW_STREAMS = 8;
+constexpr int ROW_THREADS = ROW_STREAMS * 32;   // a warp for each
+constexpr int ROW_SLOTS4 = 3, ROW_SLOTS8 = 2;   // blocks that a stream has on the way
+constexpr int ROW_SLOT_BYTES = ROW_STREAMS * ROW_SLOTS8 * BLOCK8;
 static_assert(ROW_SLOTS4 * BLOCK4 <= ROW_SLOTS8 * BLOCK8, "slots of either kind have the same room");
 // CTAs that have room beside each other.
 #if __CUDA_ARCH__ >= 900
@@ -132,14 +134,14 @@ rows_delta_step(const Run* runs, int layer, const float* projected, const float4
     fix_groups(out, row, head * DELTA_HEAD, values, scale, 2, pads ? 4 : 2, lane);
 }
 
-// Attention's parts of every row together, to out [rows, QUERY_WIDTH]. A CTA has a group.
+// Attention's parts of every row together, to out [rows, QUERY_WIDTH]. A CTA has a head.
 KERNEL(256, 4)
 rows_attend_combine(const Run* runs, int parts, const float* projected, const float2* part_sums, const float* part_values,
                     FixedRows out) {
-    __shared__ float values[GROUP];
-    combine_parts(runs, parts, projected, part_sums, part_values, [&](int i, float value) { values[i] = value; });
+    __shared__ float values[HEAD];
+    combine_parts<HEAD>(runs, parts, projected, part_sums, part_values, [&](int i, float value) { values[i] = value; });
     __syncthreads();
-    if (threadIdx.x < 32) fix_groups(out, blockIdx.y, blockIdx.x * GROUP, values, 1.0f, 1, 1, threadIdx.x);
+    if (threadIdx.x < 32) fix_groups(out, blockIdx.y, blockIdx.x * HEAD, values, 1.0f, HEAD / GROUP, HEAD / GROUP, threadIdx.x);
 }
 
 // The scale of a row's norm, from what rows_norm left.
@@ -217,73 +219,82 @@ template <class From> DEVICE void round_rows(From from, float weight, u8* aside,
     }
 }
 
-// `take(q, y0, y1)` gets outputs g and g + 8 of row t of quad q.
+// `block` and `scales` [4 QUADS, 4] are addresses in shared memory. `take(q, y0, y1)` gets outputs g and g + 8 of row t of quad q.
 template <int BITS, int QUADS, class Take>
-DEVICE void block_times_rows(const char* block, const RowInputs<QUADS>& x, const float2* scales, int lane, Take take) {
-    const int g = lane >> 2, t = lane & 3;
+DEVICE void block_times_rows(u32 block, const RowInputs<QUADS>& x, u32 scales, int lane, Take take) {
+    const u32 codes = block + lane * 16, factors = block + (BITS == 4 ? 2048 : 4096) + (lane >> 2) * 32, own = scales + (lane & 3) * 32;
     // Sums of groups 0 and 2, and of 1 and 3.
     float sums[QUADS][2][2];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        u32 w[8];
-        if (BITS == 4) {
-            const uint4 q = *(const uint4*)(block + j * 512 + lane * 16);
-            w[0] = q.x & NIBBLES, w[1] = q.y & NIBBLES, w[2] = q.x >> 4 & NIBBLES, w[3] = q.y >> 4 & NIBBLES;
-            w[4] = q.z & NIBBLES, w[5] = q.w & NIBBLES, w[6] = q.z >> 4 & NIBBLES, w[7] = q.w >> 4 & NIBBLES;
-        } else {
-            const uint4 a = *(const uint4*)(block + j * 1024 + lane * 16), b = *(const uint4*)(block + j * 1024 + 512 + lane * 16);
-            w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
-        }
-        const uint2 s = *(const uint2*)(block + (BITS == 4 ? 2048 : 4096) + (4 * g + j) * 8);
+    for (int pair = 0; pair < 2; pair++) {
+        // Scale and bias of outputs g and g + 8 for two groups; scale and sum of the rows' groups.
+        const uint4 weights = load_shared16(factors + pair * 16);
+        uint4 inputs[QUADS];
 #pragma unroll
-        for (int q = 0; q < QUADS; q++) {
-            int c[4] = {0, 0, 0, 0};
-            mma_u8_s8(c, w[0], w[1], w[2], w[3], x.bytes[q][j].x, x.bytes[q][j].y);
-            mma_u8_s8(c, w[4], w[5], w[6], w[7], x.bytes[q][j].z, x.bytes[q][j].w);
-            const float2 own = scales[(4 * q + t) * 4 + j];
-            const float y0 = group_term(s.x, own.x, own.y, c[0], c[1]), y1 = group_term(s.y, own.x, own.y, c[2], c[3]);
-            sums[q][j & 1][0] = j < 2 ? y0 : sums[q][j & 1][0] + y0;
-            sums[q][j & 1][1] = j < 2 ? y1 : sums[q][j & 1][1] + y1;
+        for (int q = 0; q < QUADS; q++) inputs[q] = load_shared16(own + q * 128 + pair * 16);
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int j = 2 * pair + odd;
+            u32 w[8];
+            if (BITS == 4) {
+                const uint4 c = load_shared16(codes + j * 512);
+                w[0] = c.x & NIBBLES, w[1] = c.y & NIBBLES, w[2] = c.x >> 4 & NIBBLES, w[3] = c.y >> 4 & NIBBLES;
+                w[4] = c.z & NIBBLES, w[5] = c.w & NIBBLES, w[6] = c.z >> 4 & NIBBLES, w[7] = c.w >> 4 & NIBBLES;
+            } else {
+                const uint4 a = load_shared16(codes + j * 1024), b = load_shared16(codes + j * 1024 + 512);
+                w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+            }
+#pragma unroll
+            for (int q = 0; q < QUADS; q++) {
+                int c[4] = {0, 0, 0, 0};
+                mma_u8_s8(c, w[0], w[1], w[2], w[3], x.bytes[q][j].x, x.bytes[q][j].y);
+                mma_u8_s8(c, w[4], w[5], w[6], w[7], x.bytes[q][j].z, x.bytes[q][j].w);
+                const float scale = __uint_as_float(odd ? inputs[q].z : inputs[q].x), sum = __uint_as_float(odd ? inputs[q].w : inputs[q].y);
+                const float y0 = group_term(odd ? weights.z : weights.x, scale, sum, c[0], c[1]);
+                const float y1 = group_term(odd ? weights.w : weights.y, scale, sum, c[2], c[3]);
+                sums[q][odd][0] = pair == 0 ? y0 : sums[q][odd][0] + y0;
+                sums[q][odd][1] = pair == 0 ? y1 : sums[q][odd][1] + y1;
+            }
         }
     }
 #pragma unroll
     for (int q = 0; q < QUADS; q++) take(q, sums[q][0][0] + sums[q][1][0], sums[q][0][1] + sums[q][1][1]);
 }
 
-// The stream of a warp's blocks through shared memory: those with numbers warp, warp + 8, ... below `count`.
+// A warp's stream of blocks through shared memory: those with numbers s, s + 8, ... below `count`.
 template <int BYTES, int DEPTH> struct BlockStream {
-    char* slots;
-    int slot;
+    static constexpr int WHOLE = BYTES / 512, REST = BYTES % 512 / 16;   // pieces for all lanes, and for the first ones
+    u32 slots, slot;   // addresses in shared memory: of the first one, and of the next to be used
 
-    DEVICE BlockStream(char* shared) {
-        slots = shared + (threadIdx.x >> 5) * DEPTH * BYTES;
-        slot = 0;
-    }
-    template <class Address> DEVICE void fetch(int at, int to_slot, int count, Address address) {
+    DEVICE static u32 number() { return threadIdx.x / 32; }
+    DEVICE BlockStream(char* shared) { slots = slot = opaque(shared_address(shared) + number() * DEPTH * BYTES); }
+    template <class Address> DEVICE void fetch(u32 at, u32 to, u32 count, Address address) {
         if (at < count) {
-            const int lane = threadIdx.x & 31;
-            const char* from = address(at);
-            char* to = slots + to_slot * BYTES;
+            // Pieces lie at fixed distances from one address.
+            const u32 lane = threadIdx.x % 32;
+            const char* from = address(at) + lane * 16;
+            to += lane * 16;
 #pragma unroll
-            for (int i = 0; i < BYTES / 512; i++) copy16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
-            if (lane < 16) copy16(to + BYTES / 512 * 512 + lane * 16, from + BYTES / 512 * 512 + lane * 16);
+            for (int i = 0; i < WHOLE; i++) copy16(to + i * 512, from + i * 512);
+            if (lane < REST) copy16(to + WHOLE * 512, from + WHOLE * 512);
         }
         copy_commit();
     }
-    template <class Address> DEVICE void fill(int count, Address address) {
+    template <class Address> DEVICE void fill(u32 count, Address address) {
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++) fetch((threadIdx.x >> 5) + i * ROW_WARPS, i, count, address);
+        for (int i = 0; i < DEPTH; i++) fetch(number() + i * ROW_STREAMS, slots + i * BYTES, count, address);
     }
-    DEVICE const char* wait() {
+    // The address of the next block.
+    DEVICE u32 wait() {
         copy_wait<DEPTH - 1>();
         __syncwarp();
-        return slots + slot * BYTES;
+        return slot;
     }
     // Block `at` is used up.
-    template <class Address> DEVICE void next(int at, int count, Address address) {
+    template <class Address> DEVICE void next(u32 at, u32 count, Address address) {
         __syncwarp();
-        fetch(at + DEPTH * ROW_WARPS, slot, count, address);
-        if (++slot == DEPTH) slot = 0;
+        fetch(at + DEPTH * ROW_STREAMS, slot, count, address);
+        slot = slot == slots + (DEPTH - 1) * BYTES ? slots : slot + BYTES;
     }
 };
 
@@ -294,47 +305,50 @@ template <int QUADS> DEVICE int row_of_thread() { return (threadIdx.x >> 4) % (4
 // in the order of gemv.cu, even blocks, odd ones, and both.
 template <int BLOCKS, int BITS, int QUADS, int CHAINS = 2> struct RowTiles {
     static constexpr int BYTES = BITS == 4 ? BLOCK4 : BLOCK8, DEPTH = BITS == 4 ? ROW_SLOTS4 : ROW_SLOTS8;
-    // Tiles whose sums stand beside each other in shared memory: of all rows about three blocks per warp.
-    static constexpr int CHUNK_BLOCKS = 3 * ROW_WARPS * (ROWS / 4) / QUADS;
-    static constexpr int CHUNK = BLOCKS >= CHUNK_BLOCKS ? 1 : CHUNK_BLOCKS / BLOCKS;
+    // Tiles whose sums stand beside each other in shared memory: of all rows about three blocks per stream.
+    static constexpr int CHUNK_BLOCKS = 3 * ROW_STREAMS * (ROWS / 4) / QUADS;
+    static constexpr u32 CHUNK = BLOCKS >= CHUNK_BLOCKS ? 1 : CHUNK_BLOCKS / BLOCKS;
     struct Shared {
         float sums[CHUNK * BLOCKS][4 * QUADS][BLOCK_ROWS];
-        float2 scales[ROW_WARPS][16 * QUADS];
+        float2 scales[ROW_STREAMS][16 * QUADS];
     };
-    BlockStream<BYTES, DEPTH> stream;
+    typedef BlockStream<BYTES, DEPTH> Stream;
+    Stream stream;
 
     DEVICE RowTiles(char* dynamic) : stream(dynamic) {}
 
     // `address(index, block)`, `key(index)`: which rows a tile meets, `place(index, row, block)`, `finish(index, row, output, sum)`.
-    template <class Address> DEVICE void fill(int count, Address address) {
-        stream.fill(count * BLOCKS, [&](int at) { return address(at / BLOCKS, at % BLOCKS); });
+    template <class Address> DEVICE void fill(u32 count, Address address) {
+        stream.fill(count * BLOCKS, [&](u32 at) { return address(at / BLOCKS, at % BLOCKS); });
     }
     template <class Address, class Key, class Place, class Finish>
-    DEVICE void run(Shared& shared, int count, const FixedRows& x, Address address, Key key, Place place, Finish finish) {
-        auto flat = [&](int at) { return address(at / BLOCKS, at % BLOCKS); };
-        const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    DEVICE void run(Shared& shared, u32 count, const FixedRows& x, Address address, Key key, Place place, Finish finish) {
+        auto flat = [&](u32 at) { return address(at / BLOCKS, at % BLOCKS); };
+        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const u32 scales = opaque(shared_address(shared.scales[warp]));
+        // Where a lane's first sum of the chunk's first block goes.
+        const u32 sums = opaque(shared_address(&shared.sums[0][lane % 4][lane / 4]));
         RowInputs<QUADS> inputs;
-        int current = -1, at = warp;
-        for (int first = 0; first < count; first += CHUNK) {
-            const int tiles = min(CHUNK, count - first), end = (first + tiles) * BLOCKS;
-            for (; at < end; at += ROW_WARPS) {
-                const int index = at / BLOCKS, block = at % BLOCKS, wanted = key(index) * BLOCKS + block;
+        u32 current = 0xffffffffu, at = Stream::number();
+        for (u32 first = 0; first < count; first += CHUNK) {
+            const u32 tiles = min(CHUNK, count - first), end = (first + tiles) * BLOCKS;
+            for (; at < end; at += ROW_STREAMS) {
+                const u32 index = at / BLOCKS, block = at % BLOCKS, wanted = key(index) * BLOCKS + block;
                 if (wanted != current) {
                     inputs.load(x, [&](int row) { return place(index, row, block); }, shared.scales[warp], lane);
                     current = wanted;
                 }
-                const char* weights = stream.wait();
-                float(*sums)[BLOCK_ROWS] = shared.sums[at - first * BLOCKS];
-                block_times_rows<BITS>(weights, inputs, shared.scales[warp], lane, [&](int q, float y0, float y1) {
-                    sums[4 * q + (lane & 3)][lane >> 2] = y0;
-                    sums[4 * q + (lane & 3)][(lane >> 2) + 8] = y1;
+                const u32 weights = stream.wait(), to = sums + (at - first * BLOCKS) * sizeof(shared.sums[0]);
+                block_times_rows<BITS>(weights, inputs, scales, lane, [&](int q, float y0, float y1) {
+                    store_shared(to + q * 4 * BLOCK_ROWS * 4, y0);
+                    store_shared(to + q * 4 * BLOCK_ROWS * 4 + 32, y1);
                 });
                 stream.next(at, count * BLOCKS, flat);
             }
             __syncthreads();
             // Whole warps have a tile, for shuffles.
             const int output = threadIdx.x & 15, row = row_of_thread<QUADS>();
-            for (int i = threadIdx.x / (64 * QUADS); i < tiles; i += ROW_THREADS / (64 * QUADS)) {
+            for (u32 i = threadIdx.x / (64 * QUADS); i < tiles; i += ROW_THREADS / (64 * QUADS)) {
                 float chains[2] = {0.0f, 0.0f};
 #pragma unroll
                 for (int block = 0; block < BLOCKS; block++)
@@ -417,7 +431,7 @@ KERNEL(ROW_THREADS, 1) rows_attention_output(const char* weights, FixedRows x, i
 
 // Norm, router and shared gate to logits [rows, ROUTER_ROWS], gate and up of the shared expert to activation
 // [rows, DOWN_BLOCKS * 256]. A CTA per tile.
-KERNEL(ROW_THREADS, ROW_CTAS)
+KERNEL(ROW_THREADS, 1)
 rows_route_and_share(const char* router, const char* shared_up, FixedRows x, int rows, const float* squares, float* logits,
                      float* activation) {
     if (blockIdx.x < ROUTER_TILES) {
@@ -501,8 +515,8 @@ DEVICE int load_meetings(Meeting* to, const Meeting* from, const u32* count) {
     return meetings;
 }
 // The first of a CTA's share of `total` things in a row, and of the next one's.
-DEVICE int2 share_of_cta(int total) {
-    return make_int2((u64)total * blockIdx.x / gridDim.x, (u64)total * (blockIdx.x + 1) / gridDim.x);
+DEVICE uint2 share_of_cta(u32 total) {
+    return make_uint2((u64)total * blockIdx.x / gridDim.x, (u64)total * (blockIdx.x + 1) / gridDim.x);
 }
 
 // Gate and up of the chosen experts: x [rows, HIDDEN] to activation.
@@ -519,21 +533,21 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
     // Of rows that are not there as well: nothing asks for them.
     row_scales(squares, scales, ROWS);
     __syncthreads();
-    const int2 tiles = share_of_cta(count * EXPERT_TILES);
-    auto address = [&](int index, int block) {
-        const int tile = tiles.x + index;
+    const uint2 tiles = share_of_cta(count * EXPERT_TILES);
+    auto address = [&](u32 index, u32 block) {
+        const u32 tile = tiles.x + index;
         const u64 row = (u64)meetings[tile / EXPERT_TILES].expert * EXPERT_TILES + tile % EXPERT_TILES;
         return weights + (row * HIDDEN_BLOCKS + block) * BLOCK4;
     };
     t.fill(tiles.y - tiles.x, address);
     t.run(
-        shared, tiles.y - tiles.x, x, address, [&](int index) { return (tiles.x + index) / EXPERT_TILES; },
-        [&](int index, int row, int block) {
+        shared, tiles.y - tiles.x, x, address, [&](u32 index) { return (tiles.x + index) / EXPERT_TILES; },
+        [&](u32 index, int row, u32 block) {
             const Meeting& m = meetings[(tiles.x + index) / EXPERT_TILES];
             return row < m.count ? (int)(m.pairs[row] / SHARES) * x.width + block * BLOCK_INPUTS : -1;
         },
-        [&](int index, int row, int output, float sum) {
-            const int tile = tiles.x + index;
+        [&](u32 index, int row, int output, float sum) {
+            const u32 tile = tiles.x + index;
             const Meeting& m = meetings[tile / EXPERT_TILES];
             const bool there = row < m.count;
             const u32 pair = there ? m.pairs[row] : 0;
@@ -550,61 +564,65 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
 KERNEL(ROW_THREADS, ROW_CTAS)
 rows_down(const char* experts, const char* shared_down, const Meeting* list, const u32* list_count, const float* weights,
           const float* activation, int rows, float* parts) {
-    constexpr int TILES = HIDDEN / 16, ROUTED = TILES * EXPERT_BLOCKS, SHARED = TILES * SHARED_BLOCKS;
+    constexpr u32 TILES = HIDDEN / 16, ROUTED = TILES * EXPERT_BLOCKS, SHARED = TILES * SHARED_BLOCKS;
     // Whoever meets an expert, and rows by four that meet the shared one, are parties; each warp rounds a block of one of them.
-    constexpr int MOST_BLOCKS = EXPERT_BLOCKS > SHARED_BLOCKS ? EXPERT_BLOCKS : SHARED_BLOCKS, TOGETHER = ROW_WARPS / MOST_BLOCKS;
+    constexpr u32 MOST_BLOCKS = EXPERT_BLOCKS > SHARED_BLOCKS ? EXPERT_BLOCKS : SHARED_BLOCKS, TOGETHER = ROW_STREAMS / MOST_BLOCKS;
     static_assert(TOGETHER >= 1);
     __shared__ Meeting meetings[MEETINGS];
-    __shared__ float2 scales[ROW_WARPS][16];
-    __shared__ __align__(16) u8 aside[ROW_WARPS][8 * BLOCK_INPUTS];
+    __shared__ float2 scales[ROW_STREAMS][16];
+    __shared__ __align__(16) u8 aside[ROW_STREAMS][8 * BLOCK_INPUTS];
     BlockStream<BLOCK4, ROW_SLOTS4> stream(dynamic_shared);
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
     // The kernels that made them are complete: the one between launched this only after it had waited.
-    const int count = load_meetings(meetings, list, list_count);
+    const u32 count = load_meetings(meetings, list, list_count);
     __syncthreads();
-    const int2 share = share_of_cta(count * ROUTED + (rows + 3) / 4 * SHARED);
-    auto address = [&](int i) {
-        const int at = share.x + i;
+    const uint2 share = share_of_cta(count * ROUTED + (rows + 3) / 4 * SHARED);
+    auto address = [&](u32 i) {
+        const u32 at = share.x + i;
         if (at < count * ROUTED) return experts + ((u64)meetings[at / ROUTED].expert * ROUTED + at % ROUTED) * BLOCK4;
         return shared_down + (u64)((at - count * ROUTED) % SHARED) * BLOCK4;
     };
     stream.fill(share.y - share.x, address);
     wait_for_inputs();
-    auto party_of = [&](int at) { return at < count * ROUTED ? at / ROUTED : count + (at - count * ROUTED) / SHARED; };
-    auto start_of = [&](int party) { return party < count ? party * ROUTED : count * ROUTED + (party - count) * SHARED; };
-    auto met_by = [&](int party) { return party < count ? (int)meetings[party].count : min(4, rows - 4 * (party - count)); };
-    auto pair_of = [&](int party, int row) {
-        return party < count ? (int)meetings[party].pairs[row] : (4 * (party - count) + row) * SHARES + TOP_K;
+    auto party_of = [&](u32 at) { return at < count * ROUTED ? at / ROUTED : count + (at - count * ROUTED) / SHARED; };
+    auto start_of = [&](u32 party) { return party < count ? party * ROUTED : count * ROUTED + (party - count) * SHARED; };
+    auto blocks_of = [&](u32 party) -> u32 { return party < count ? EXPERT_BLOCKS : SHARED_BLOCKS; };
+    auto met_by = [&](u32 party) -> u32 { return party < count ? meetings[party].count : min(4, rows - 4 * (int)(party - count)); };
+    auto pair_of = [&](u32 party, u32 row) -> u32 {
+        return party < count ? meetings[party].pairs[row] : (4 * (party - count) + row) * SHARES + TOP_K;
     };
     // Blocks of a row, of all its shares.
-    auto block_of = [](int pair, int block) { return pair / SHARES * DOWN_BLOCKS + pair % SHARES * EXPERT_BLOCKS + block; };
+    auto block_of = [](u32 pair, u32 block) { return pair / SHARES * DOWN_BLOCKS + pair % SHARES * EXPERT_BLOCKS + block; };
     RowInputs<1> inputs;
-    int at = share.x + warp;
-    for (int first = party_of(share.x); start_of(first) < share.y; first += TOGETHER) {
-        const int own = first + warp / MOST_BLOCKS, own_block = warp % MOST_BLOCKS;
-        if (start_of(own) < share.y && own_block < (own < count ? EXPERT_BLOCKS : SHARED_BLOCKS)) {
-            const int met = met_by(own);
+    u32 at = share.x + warp;
+    for (u32 first = party_of(share.x); start_of(first) < share.y; first += TOGETHER) {
+        const u32 own = first + warp / MOST_BLOCKS, own_block = warp % MOST_BLOCKS;
+        if (start_of(own) < share.y && own_block < blocks_of(own)) {
+            const u32 met = met_by(own);
             // Of rows that are not there the first one's.
-            auto pair = [&](int row) { return pair_of(own, row < met ? row : 0); };
+            auto pair = [&](u32 row) { return pair_of(own, row < met ? row : 0); };
             const float weight = load_cg(weights + pair(lane / 4 % 4));
             round_rows(
                 [&](int row) { return activation + block_of(pair(row), own_block) * BLOCK_INPUTS; }, weight, aside[warp], scales[warp],
                 lane);
         }
         __syncthreads();
-        const int end = min(share.y, start_of(first + TOGETHER));
-        int current = -1;
-        for (; at < end; at += ROW_WARPS) {
-            const int party = party_of(at), inside = at - start_of(party), blocks = party < count ? EXPERT_BLOCKS : SHARED_BLOCKS;
-            const int tile = inside / blocks, block = inside % blocks, place = (party - first) * MOST_BLOCKS + block;
-            if (place != current) inputs.take(aside[current = place], lane);
-            const char* from = stream.wait();
-            block_times_rows<4>(from, inputs, scales[place], lane, [&](int, float y0, float y1) {
-                if ((lane & 3) >= met_by(party)) return;
-                float* to = parts + (u64)block_of(pair_of(party, lane & 3), block) * HIDDEN + tile * 16 + (lane >> 2);
-                to[0] = y0;
-                to[8] = y1;
+        const u32 end = min(share.y, start_of(first + TOGETHER));
+        // Of the block whose inputs a warp has: its scales, and where a lane's row has its outputs.
+        u32 current = 0xffffffffu, current_scales = 0;
+        float* to = nullptr;
+        for (; at < end; at += ROW_STREAMS) {
+            const u32 party = party_of(at), blocks = blocks_of(party), inside = at - start_of(party);
+            const u32 tile = inside / blocks, block = inside % blocks, place = (party - first) * MOST_BLOCKS + block;
+            if (place != current) {
+                current = place;
+                inputs.take(aside[place], lane);
+                current_scales = opaque(shared_address(scales[place]));
+                to = lane % 4 < met_by(party) ? parts + (u64)block_of(pair_of(party, lane % 4), block) * HIDDEN + lane / 4 : nullptr;
+            }
+            block_times_rows<4>(stream.wait(), inputs, current_scales, lane, [&](int, float y0, float y1) {
+                if (to) to[tile * 16] = y0, to[tile * 16 + 8] = y1;
             });
             stream.next(at - share.x, share.y - share.x, address);
         }

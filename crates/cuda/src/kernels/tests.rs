@@ -29,8 +29,9 @@ struct Bench {
 impl Bench {
     fn new() -> Bench {
         let device = Device::open(0).expect("a GPU");
-        let cubin = compile::cubin(&Shape::DEMO, device.arch).expect("kernels");
-        let kernels = Kernels::load(&device, &Shape::DEMO, &cubin).expect("loaded");
+        let little = compile::little_shared(&compile::arch_name(device.arch));
+        let cubin = compile::cubin(&Shape::DEMO, device.arch, little).expect("kernels");
+        let kernels = Kernels::load(&device, &Shape::DEMO, little, &cubin).expect("loaded");
         Bench { kernels, device }
     }
 
