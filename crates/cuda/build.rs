@@ -5,6 +5,8 @@ use std::path::Path;
 
 fn main() -> std::io::Result<()> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/cubins");
+    // Cargo takes a path that is not there for changed, and would build all that uses this crate at every command.
+    let _ = std::fs::create_dir_all(&directory);
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed={}", directory.display());
     let mut list = String::from("/// Cubins by key.\nstatic EMBEDDED: &[(&str, &[u8])] = &[\n");

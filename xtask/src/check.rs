@@ -5,7 +5,7 @@ mod darwin;
 pub(crate) mod mach_o;
 mod markdown;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -16,6 +16,9 @@ pub struct Args {
     /// Only these, in this order; without any, all but the last.
     #[arg(value_enum)]
     stages: Vec<Stage>,
+    /// The program whose commands the Markdown files may show; built if not given.
+    #[arg(long, value_name = "FILE")]
+    lily: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -61,7 +64,7 @@ pub fn run(args: &Args) -> Result<()> {
                 let mut doc = command(&["doc", "--workspace", "--no-deps", "--document-private-items"]);
                 succeed(doc.env("RUSTDOCFLAGS", "-D warnings"))?;
             }
-            Stage::Markdown => markdown()?,
+            Stage::Markdown => markdown(args.lily.as_deref())?,
             Stage::Report => crate::report::check()?,
             Stage::Aarch64 => aarch64::run()?,
             Stage::Darwin => darwin::run()?,
@@ -88,7 +91,8 @@ fn succeed(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-fn markdown() -> Result<()> {
+fn markdown(program: Option<&Path>) -> Result<()> {
+    let program = program.map(std::path::absolute).transpose()?;
     let mut wrong = Vec::new();
     let (mut lily, mut xtask) = (Vec::new(), Vec::new());
     for path in tracked_markdown()? {
@@ -112,7 +116,11 @@ fn markdown() -> Result<()> {
     lily.sort_by(|a, b| a.1.cmp(&b.1));
     lily.dedup_by(|a, b| a.1 == b.1);
     for (path, subcommand) in lily {
-        let output = command(&["run", "--quiet", "--package", "lily-cli", "--", &subcommand, "--help"]).output()?;
+        let mut lily = match &program {
+            Some(program) => Command::new(program),
+            None => command(&["run", "--quiet", "--package", "lily-cli", "--"]),
+        };
+        let output = lily.args([&subcommand, "--help"]).output().with_context(|| format!("cannot run {lily:?}"))?;
         if !output.status.success() {
             wrong.push(format!("{path} shows lily {subcommand}, which does not exist"));
         }

@@ -1,23 +1,24 @@
 //! From a request to what the engine is asked, and from the engine's events to those of the turn: thinking, calls, formats, ends.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use lily_engine::{
-    CancelToken, Event, FinishReason, Finished, GenerateRequest, Prompt, ReplyEvent, ReplyParser, TextModel, Token,
+    CancelToken, Event, FinishReason, Finished, GenerateRequest, Prompt, ReplyEvent, ReplyParser, Token,
 };
 use lily_model::chat::Rendered;
 use serde_json::{Value, json};
-use tokio::sync::mpsc;
-use tokio::time::sleep_until;
+use tokio::time::{Sleep, sleep_until};
 
 use crate::ids;
-use crate::service::{EngineEvents, Shared, TurnInProgress};
+use crate::service::{EngineEvent, EngineEvents, Shared, TurnInProgress};
 use crate::trace;
 use crate::turn::{
     Format, Input, TokenLogProb, TokenText, ToolChoice, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest, Usage,
 };
-use crate::turns::Told;
+use crate::turns::{TokenAt, Told, TurnEvents};
 
 /// Makes a call improbable without touching the prompt; the largest bias that requests may have.
 const NEVER: f32 = -100.0;
@@ -119,79 +120,109 @@ fn constraint(
     Ok(shared.grammars()?.constraint(in_thinking, turn.max_thinking_tokens, grammar))
 }
 
-/// Answers a turn: reads the engine's events until its end, or until nobody listens any more.
-pub(crate) async fn answer(
-    turn: TurnInProgress,
-    prepared: Prepared,
-    mut events: EngineEvents,
-    listener: mpsc::Sender<Told>,
-) {
-    let shared = Arc::clone(&turn.0);
-    let settings = &shared.settings;
-    let deadline = settings.turn_limit.map(|limit| tokio::time::Instant::from_std(prepared.asked + limit));
-    let cancel = prepared.cancel.clone();
-    let started = TurnEvent::Started { prompt_tokens: prepared.prompt.ids.len() };
-    let mut reading = Reading::new(&shared, prepared);
-    if listener.send(Ok(started).into()).await.is_err() {
-        return cancel.cancel();
+/// A turn's events, made of the engine's when they are asked for: so the one task that a token wakes is the one that writes to the
+/// client. Dropping it cancels the turn.
+pub(crate) struct Answering {
+    events: EngineEvents,
+    reading: Reading,
+    /// What was made and is not yet asked for.
+    told: VecDeque<Told>,
+    deadline: Option<tokio::time::Instant>,
+    /// When the engine last said something.
+    heard: tokio::time::Instant,
+    alarm: Pin<Box<Sleep>>,
+}
+
+impl Answering {
+    /// Needs a runtime, for its alarm.
+    pub(crate) fn new(turn: TurnInProgress, prepared: Prepared, events: EngineEvents) -> Answering {
+        let settings = &turn.0.settings;
+        let deadline = settings.turn_limit.map(|limit| tokio::time::Instant::from_std(prepared.asked + limit));
+        let heard = tokio::time::Instant::now();
+        let started = Ok(TurnEvent::Started { prompt_tokens: prepared.prompt.ids.len() });
+        Answering {
+            events,
+            reading: Reading::new(turn, prepared),
+            told: VecDeque::from([started.into()]),
+            deadline,
+            heard,
+            // Looks at once when it has to ring.
+            alarm: Box::pin(sleep_until(heard)),
+        }
     }
-    let mut heard = tokio::time::Instant::now();
-    let mut alarm = std::pin::pin!(sleep_until(heard));
-    'turn: while !reading.over {
-        let event = tokio::select! {
-            // Events that are there are taken first of all; a client that went away is noticed at once.
-            biased;
-            event = events.recv() => event,
-            () = listener.closed() => break,
-            () = alarm.as_mut() => {
-                let stalled = heard + settings.stall_limit;
-                let limit = deadline.map_or(stalled, |deadline| deadline.min(stalled));
-                // Set again only where it rings: not at every token.
-                if limit > tokio::time::Instant::now() {
-                    alarm.as_mut().reset(limit);
-                    continue;
-                }
-                let reason = timed_out(settings.turn_limit.filter(|_| deadline == Some(limit)));
-                reading.fail(&TurnError::TimedOut(reason.clone()));
-                let _ = listener.send(Err(TurnError::TimedOut(reason)).into()).await;
-                break;
-            }
-        };
-        heard = tokio::time::Instant::now();
+
+    fn hear(&mut self, event: Option<EngineEvent>) {
+        self.heard = tokio::time::Instant::now();
         let (had_at, event) = event.map_or_else(
             || (Instant::now(), Err(TurnError::ShuttingDown)),
             |(had_at, event)| (had_at, event.map_err(TurnError::from)),
         );
-        let mut token_at = matches!(event, Ok(Event::Token(_))).then_some(had_at);
-        for event in reading.read(event) {
+        let token_at = TokenAt { engine: had_at, task: self.heard.into_std() };
+        let mut token_at = matches!(event, Ok(Event::Token(_))).then_some(token_at);
+        for event in self.reading.read(event) {
             // A sign of life is none of the token's.
             let token_at = if matches!(event, Ok(TurnEvent::Progress { .. })) { None } else { token_at.take() };
-            if listener.send(Told { event, token_at }).await.is_err() {
-                break 'turn;
+            self.told.push_back(Told { event, token_at });
+        }
+    }
+
+    /// Ends the turn if it has taken too long; else sets the alarm again. Only here: not at every token.
+    fn ring(&mut self) {
+        let settings = &self.reading.turn.0.settings;
+        let stalled = self.heard + settings.stall_limit;
+        let limit = self.deadline.map_or(stalled, |deadline| deadline.min(stalled));
+        if limit > tokio::time::Instant::now() {
+            return self.alarm.as_mut().reset(limit);
+        }
+        let error = timed_out(settings.turn_limit.filter(|_| self.deadline == Some(limit)));
+        self.reading.fail(&error);
+        self.told.push_back(Err(error).into());
+    }
+}
+
+impl TurnEvents for Answering {
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Told>> {
+        loop {
+            if let Some(told) = self.told.pop_front() {
+                return Poll::Ready(Some(told));
+            }
+            if self.reading.over {
+                return Poll::Ready(None);
+            }
+            // Events that are there are taken before it is looked at the clock.
+            match self.events.poll_recv(cx) {
+                Poll::Ready(event) => self.hear(event),
+                Poll::Pending => {
+                    ready!(self.alarm.as_mut().poll(cx));
+                    self.ring();
+                }
             }
         }
     }
-    cancel.cancel();
-    if !reading.over {
-        shared.metrics.abandoned();
-    }
-    drop(turn);
 }
 
-fn timed_out(turn_limit: Option<Duration>) -> String {
-    match turn_limit {
+impl Drop for Answering {
+    fn drop(&mut self) {
+        self.reading.cancel.cancel();
+        if !self.reading.over {
+            self.reading.turn.0.metrics.abandoned();
+        }
+    }
+}
+
+fn timed_out(turn_limit: Option<Duration>) -> TurnError {
+    TurnError::TimedOut(match turn_limit {
         Some(limit) => format!(
             "the answer took longer than the {} s that this server allows; ask for fewer tokens or raise --timeout",
             limit.as_secs()
         ),
         None => "the engine did nothing for this request for too long; the server's log may say why".into(),
-    }
+    })
 }
 
 /// Makes events of the turn from those of the engine.
-struct Reading<'a> {
-    shared: &'a Shared,
-    text: &'a TextModel,
+struct Reading {
+    turn: TurnInProgress,
     parser: Option<ReplyParser>,
     cancel: CancelToken,
     one_call: bool,
@@ -207,11 +238,10 @@ struct Reading<'a> {
     trace: Option<trace::Trace>,
 }
 
-impl<'a> Reading<'a> {
-    fn new(shared: &'a Shared, prepared: Prepared) -> Reading<'a> {
+impl Reading {
+    fn new(turn: TurnInProgress, prepared: Prepared) -> Reading {
         Reading {
-            shared,
-            text: &shared.text,
+            turn,
             parser: prepared.parser,
             cancel: prepared.cancel,
             one_call: prepared.one_call,
@@ -246,10 +276,10 @@ impl<'a> Reading<'a> {
         }
         let now = Instant::now();
         match self.last_token.replace(now) {
-            Some(last) => self.shared.metrics.token(now - last),
+            Some(last) => self.turn.0.metrics.token(now - last),
             None => {
                 self.first_token = Some(now);
-                self.shared.metrics.first_token(now - self.asked);
+                self.turn.0.metrics.first_token(now - self.asked);
             }
         }
         if let Some(trace) = &mut self.trace {
@@ -287,7 +317,7 @@ impl<'a> Reading<'a> {
     }
 
     fn token_text(&self, id: u32) -> TokenText {
-        let bytes = self.text.tokenizer.token_bytes(id).unwrap_or_default().to_vec();
+        let bytes = self.turn.0.text.tokenizer.token_bytes(id).unwrap_or_default().to_vec();
         TokenText { text: String::from_utf8_lossy(&bytes).into_owned(), bytes }
     }
 
@@ -341,7 +371,7 @@ impl<'a> Reading<'a> {
             decode: now - first_token,
         };
         self.over = true;
-        self.shared.metrics.finished(&end);
+        self.turn.0.metrics.finished(&end);
         if let Some(trace) = self.trace.take() {
             trace.write(&Ok(&end));
         }
@@ -351,7 +381,7 @@ impl<'a> Reading<'a> {
 
     fn fail(&mut self, error: &TurnError) {
         self.over = true;
-        self.shared.metrics.failed();
+        self.turn.0.metrics.failed();
         if let Some(trace) = self.trace.take() {
             trace.write(&Err(error));
         }

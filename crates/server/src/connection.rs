@@ -5,7 +5,6 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
-use std::time::Instant;
 
 use axum::extract::connect_info::Connected;
 use axum::extract::{ConnectInfo, Request};
@@ -15,18 +14,18 @@ use axum::serve::{IncomingStream, Listener};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::turns::Turns;
+use crate::turns::{TokenAt, Turns};
 
-/// When the engine had the tokens that a stream has handed over and that are not written.
+/// When the tokens were where that a stream has handed over and that are not written.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Unwritten(Arc<Mutex<Vec<Instant>>>);
+pub(crate) struct Unwritten(Arc<Mutex<Vec<TokenAt>>>);
 
 impl Unwritten {
-    pub(crate) fn add(&self, tokens_at: Vec<Instant>) {
+    pub(crate) fn add(&self, tokens_at: Vec<TokenAt>) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(tokens_at);
     }
 
-    fn take(&self) -> Vec<Instant> {
+    fn take(&self) -> Vec<TokenAt> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
@@ -87,8 +86,8 @@ impl Watched {
     fn wrote(&self, result: &Poll<io::Result<usize>>) {
         if matches!(result, Poll::Ready(Ok(bytes)) if *bytes > 0) {
             let current = self.current.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            for token_at in current.iter().flat_map(Unwritten::take) {
-                self.turns.written(token_at.elapsed());
+            for token in current.iter().flat_map(Unwritten::take) {
+                self.turns.written(token);
             }
         }
     }

@@ -13,6 +13,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets, line
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::turn::{TurnEnd, TurnError, TurnReason};
+use crate::turns::TokenAt;
 
 /// What ended a turn.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -34,7 +35,8 @@ pub(crate) struct Metrics {
     completion_tokens: Counter,
     first_token: Histogram,
     between_tokens: Histogram,
-    to_socket: Histogram,
+    engine_to_socket: Histogram,
+    task_to_socket: Histogram,
     turn: Histogram,
     running: Gauge,
     waiting: Gauge,
@@ -49,6 +51,8 @@ impl Metrics {
     pub(crate) fn new() -> Metrics {
         // From 0.1 ms to 5 min in steps of 2.
         let times = || Histogram::new(exponential_buckets(1e-4, 2.0, 22));
+        // By 10 us around the 100 us that are allowed, in steps of 2 up to a second above.
+        let short_times = || Histogram::new(linear_buckets(1e-5, 1e-5, 20).chain(exponential_buckets(4e-4, 2.0, 12)));
         let metrics = Metrics {
             registry: Registry::with_prefix("lily"),
             turns: Family::default(),
@@ -57,8 +61,8 @@ impl Metrics {
             completion_tokens: Counter::default(),
             first_token: times(),
             between_tokens: times(),
-            // By 10 us around the 100 us that are allowed, in steps of 2 up to a second above.
-            to_socket: Histogram::new(linear_buckets(1e-5, 1e-5, 20).chain(exponential_buckets(4e-4, 2.0, 12))),
+            engine_to_socket: short_times(),
+            task_to_socket: short_times(),
             turn: times(),
             running: Gauge::default(),
             waiting: Gauge::default(),
@@ -83,7 +87,13 @@ impl Metrics {
             "token_to_socket",
             "From the engine having a token until what it gives is written to its connection",
             seconds(),
-            self.to_socket.clone(),
+            self.engine_to_socket.clone(),
+        );
+        all.register_with_unit(
+            "token_task_to_socket",
+            "Of this, from the connection's task having the token: without what the system takes to wake it",
+            seconds(),
+            self.task_to_socket.clone(),
         );
         all.register_with_unit("turn", "From a request to its end", seconds(), self.turn.clone());
         all.register("requests_running", "Requests in progress", self.running.clone());
@@ -117,9 +127,10 @@ impl Metrics {
         self.between_tokens.observe(time.as_secs_f64());
     }
 
-    /// What a token gave is written, so long after the engine had the token.
-    pub(crate) fn written(&self, after: Duration) {
-        self.to_socket.observe(after.as_secs_f64());
+    /// What a token gave is written.
+    pub(crate) fn written(&self, token: TokenAt) {
+        self.engine_to_socket.observe(token.engine.elapsed().as_secs_f64());
+        self.task_to_socket.observe(token.task.elapsed().as_secs_f64());
     }
 
     pub(crate) fn finished(&self, end: &TurnEnd) {

@@ -4,14 +4,13 @@ use std::collections::HashMap;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use lily_engine::{Engine, EngineStatus, TextModel};
 
 use crate::metrics::Metrics;
 use crate::service::{Service, ServiceSettings};
 use crate::turn::{Input, TurnRequest};
-use crate::turns::{ModelInfo, Readiness, Starting, Turns};
+use crate::turns::{ModelInfo, Readiness, Starting, TokenAt, Turns};
 
 /// Conversations whose place is remembered. Those forgotten are as new.
 const MOST_PLACES: usize = 10_000;
@@ -125,8 +124,8 @@ impl Turns for Replicas {
         });
     }
 
-    fn written(&self, after: Duration) {
-        self.metrics.written(after);
+    fn written(&self, token: TokenAt) {
+        self.metrics.written(token);
     }
 
     fn metrics(&self) -> String {

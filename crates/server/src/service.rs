@@ -1,8 +1,8 @@
 //! The engine's thread, and the handle that turns are started with.
 //!
 //! The engine lives on a thread of its own, because the device is driven by blocking calls. Requests go there through a channel; the
-//! events of each come back through one of its own and are made an answer in a task of the caller's runtime
-//! (`answering`), so that the device never waits for the writing of JSON.
+//! events of each come back through one of its own and are made an answer by whoever asks for it (`answering`), the task of
+//! the connection: so the device never waits for the writing of JSON, and a token wakes one task.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,10 +16,10 @@ use std::time::{Duration, Instant, SystemTime};
 use lily_engine::{Engine, EngineError, EngineStatus, Event, GenerateRequest, Grammars, Prompt, RequestId, TextModel};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::answering::{self, Prepared};
+use crate::answering::{self, Answering, Prepared};
 use crate::metrics::Metrics;
 use crate::turn::{TurnError, TurnRequest};
-use crate::turns::{ModelInfo, Readiness, Starting, Turns};
+use crate::turns::{ModelInfo, Readiness, Starting, TokenAt, TurnStream, Turns};
 
 /// Steps that may fail one after the other, each for the device's own reasons, before the server says that it is of no use.
 const FAILURES: usize = 3;
@@ -141,7 +141,7 @@ impl Service {
         }
     }
 
-    async fn start_turn(&self, request: TurnRequest) -> Result<crate::turns::TurnStream, TurnError> {
+    async fn start_turn(&self, request: TurnRequest) -> Result<TurnStream, TurnError> {
         match self.readiness() {
             Readiness::Ready => {}
             Readiness::Draining => return Err(TurnError::ShuttingDown),
@@ -153,10 +153,7 @@ impl Service {
         let mut prepared =
             prepared.map_err(|error| TurnError::Failed(format!("a request could not be read: {error}")))??;
         let events = self.submit(&mut prepared).await?;
-        let (sender, receiver) = mpsc::channel(64);
-        let turn = TurnInProgress::new(&self.shared);
-        tokio::spawn(answering::answer(turn, prepared, events, sender));
-        Ok(receiver)
+        Ok(Box::new(Answering::new(TurnInProgress::new(&self.shared), prepared, events)))
     }
 }
 
@@ -205,8 +202,8 @@ impl Turns for Service {
         }
     }
 
-    fn written(&self, after: Duration) {
-        self.shared.metrics.written(after);
+    fn written(&self, token: TokenAt) {
+        self.shared.metrics.written(token);
     }
 
     fn metrics(&self) -> String {

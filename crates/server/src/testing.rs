@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::{Arc, LazyLock, Mutex};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
@@ -17,7 +18,7 @@ use tokio::sync::mpsc;
 use tower::ServiceExt;
 
 use crate::turn::{Input, TokenLogProb, TokenText, TurnEnd, TurnError, TurnEvent, TurnReason, TurnRequest, Usage};
-use crate::turns::{ModelInfo, Readiness, Starting, Told, TurnStream, Turns};
+use crate::turns::{ModelInfo, Readiness, Starting, TokenAt, Told, TurnEvents, TurnStream, Turns};
 use crate::{Settings, router};
 
 /// Of the demo checkpoint.
@@ -74,6 +75,12 @@ impl Played {
     }
 }
 
+impl TurnEvents for mpsc::Receiver<Told> {
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Told>> {
+        self.poll_recv(cx)
+    }
+}
+
 impl Turns for Played {
     fn start(&self, request: TurnRequest) -> Starting<'_> {
         self.requests.lock().unwrap().push(request);
@@ -98,7 +105,7 @@ impl Turns for Played {
                     }
                 }
             });
-            Ok(stream as TurnStream)
+            Ok(Box::new(stream) as TurnStream)
         })
     }
 
@@ -125,7 +132,7 @@ impl Turns for Played {
 
     fn stop(&self) {}
 
-    fn written(&self, _: Duration) {}
+    fn written(&self, _: TokenAt) {}
 
     fn metrics(&self) -> String {
         "lily_requests_total 0\n".into()

@@ -1,26 +1,48 @@
 //! What the APIs need of the rest of the server: something that answers turns.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use lily_engine::TextModel;
-use tokio::sync::mpsc;
 
 use crate::turn::{TurnEnd, TurnError, TurnEvent, TurnRequest};
 
-/// Events of a turn as they happen. Dropping it cancels the turn.
-pub type TurnStream = mpsc::Receiver<Told>;
+/// Events of a turn as they happen. Dropping them cancels the turn.
+pub trait TurnEvents: Send {
+    /// The next one; `None` behind the last.
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Told>>;
+}
+
+/// Events of a turn, whoever answers it.
+pub type TurnStream = Box<dyn TurnEvents>;
+
+impl dyn TurnEvents {
+    /// The next one; see [`poll_next`](TurnEvents::poll_next).
+    pub async fn next(&mut self) -> Option<Told> {
+        poll_fn(|cx| self.poll_next(cx)).await
+    }
+}
 
 /// An event on its way to the client.
 #[derive(Clone, Debug)]
 pub struct Told {
     /// What happened.
     pub event: Result<TurnEvent, TurnError>,
-    /// With the first event that a token gives: when the engine had the token.
-    pub token_at: Option<Instant>,
+    /// With the first event that a token gives: where the token was when.
+    pub token_at: Option<TokenAt>,
+}
+
+/// When a token was where, on its way to the client.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenAt {
+    /// The engine had it.
+    pub engine: Instant,
+    /// The task that writes it had it: later by what the system takes to wake that task.
+    pub task: Instant,
 }
 
 impl From<Result<TurnEvent, TurnError>> for Told {
@@ -55,8 +77,8 @@ pub trait Turns: Send + Sync + 'static {
     /// Cancels what is in progress, and ends. Blocks until then.
     fn stop(&self);
 
-    /// Notes that what a token gave was written to its connection so long after the engine had the token.
-    fn written(&self, after: Duration);
+    /// Notes that what a token gave is written to its connection.
+    fn written(&self, token: TokenAt);
 
     /// Metrics in the text format of Prometheus.
     fn metrics(&self) -> String;
@@ -91,7 +113,7 @@ pub struct Running {
     api: &'static str,
     id: String,
     over: bool,
-    tokens_at: Vec<Instant>,
+    tokens_at: Vec<TokenAt>,
 }
 
 impl Running {
@@ -104,7 +126,7 @@ impl Running {
     ) -> Result<Running, TurnError> {
         let start = async {
             let mut events = turns.start(request).await?;
-            match events.recv().await.map(|told| told.event) {
+            match events.next().await.map(|told| told.event) {
                 Some(Ok(TurnEvent::Started { prompt_tokens })) => Ok((events, prompt_tokens)),
                 Some(Err(error)) => Err(error),
                 Some(Ok(_)) | None => Err(lost()),
@@ -131,7 +153,9 @@ impl Running {
         if self.over {
             return Poll::Ready(None);
         }
-        let Told { event, token_at } = ready!(self.events.poll_recv(cx)).unwrap_or_else(|| Err(lost()).into());
+        // A panic costs the turn, not its connection.
+        let told = catch_unwind(AssertUnwindSafe(|| self.events.poll_next(cx))).unwrap_or(Poll::Ready(None));
+        let Told { event, token_at } = ready!(told).unwrap_or_else(|| Err(lost()).into());
         self.tokens_at.extend(token_at);
         match &event {
             Ok(TurnEvent::Finished(end)) => self.finished(end),
@@ -144,14 +168,14 @@ impl Running {
         Poll::Ready(Some(event))
     }
 
-    /// When the engine had the tokens of the events that came since the last call.
-    pub fn take_tokens_at(&mut self) -> Vec<Instant> {
+    /// When the tokens were where, of the events that came since the last call.
+    pub fn take_tokens_at(&mut self) -> Vec<TokenAt> {
         std::mem::take(&mut self.tokens_at)
     }
 
     /// The next event; see [`poll_event`](Running::poll_event).
     pub async fn next(&mut self) -> Option<Result<TurnEvent, TurnError>> {
-        std::future::poll_fn(|cx| self.poll_event(cx)).await
+        poll_fn(|cx| self.poll_event(cx)).await
     }
 
     fn finished(&mut self, end: &TurnEnd) {
@@ -180,4 +204,26 @@ impl Drop for Running {
 
 fn lost() -> TurnError {
     TurnError::Failed("the server lost this request; the log has more".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Broken;
+
+    impl TurnEvents for Broken {
+        fn poll_next(&mut self, _: &mut Context<'_>) -> Poll<Option<Told>> {
+            panic!("out of order")
+        }
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_an_error_of_its_turn() {
+        let events = Box::new(Broken);
+        let id = String::new();
+        let mut running = Running { events, prompt_tokens: 1, api: "test", id, over: false, tokens_at: Vec::new() };
+        assert_eq!(running.next().await, Some(Err(lost())));
+        assert_eq!(running.next().await, None);
+    }
 }
