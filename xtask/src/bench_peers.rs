@@ -205,7 +205,7 @@ impl<'a> Pair<'a> {
 
 /// The release build that `cargo xtask` itself would use.
 pub fn build_lily() -> Result<PathBuf> {
-    let mut cargo = Command::new(env!("CARGO"));
+    let mut cargo = crate::cargo();
     cargo.args(["build", "--release", "--package", "lily-cli"]).current_dir(crate::root());
     ensure!(cargo.status().context("cannot run cargo")?.success(), "lily does not build");
     Ok(crate::target()?.join("release").join(format!("lily{}", std::env::consts::EXE_SUFFIX)))

@@ -79,7 +79,7 @@ fn cargo(args: &[&str]) -> Result<()> {
 }
 
 fn command(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO"));
+    let mut command = crate::cargo();
     command.args(args).current_dir(crate::root());
     command
 }

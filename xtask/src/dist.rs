@@ -118,7 +118,7 @@ fn missing(target: &str, host: &str) -> Result<Option<String>> {
 
 /// Builds the binary; the paths of this machine stay out of it.
 fn build(target: &str, host: &str) -> Result<PathBuf> {
-    let mut cargo = Command::new(env!("CARGO"));
+    let mut cargo = crate::cargo();
     cargo.args(["build", "--release", "--locked", "--package", "lily-cli", "--target", target]);
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));

@@ -67,6 +67,12 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
 }
 
+/// Cargo: the one that runs this, else the one of the path. Not the one that built this: by its own path it would leave the choice of a compiler
+/// to the folder of every dependency.
+fn cargo() -> std::process::Command {
+    std::process::Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+}
+
 /// Where cargo puts what it builds.
 fn target() -> anyhow::Result<PathBuf> {
     // This program is <target>/debug/xtask.
