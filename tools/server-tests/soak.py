@@ -203,7 +203,9 @@ class Client:
             while len(text) < LONG_CHARACTERS:
                 text += self.words() + "\n\n"
             messages = [{"role": "system", "content": text}, *messages]
-        return {"tools": row["tools"], "messages": messages}
+        # Some rows have functions as the template also takes them, bare; the API wants them as tools.
+        tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in row["tools"] or []]
+        return {"tools": tools, "messages": messages}
 
     def words(self):
         return self.random.choice([row for row in self.rows if not row["tools"]])["messages"][-1]["content"]
