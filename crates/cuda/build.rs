@@ -15,10 +15,8 @@ fn main() -> std::io::Result<()> {
         Err(_) => Vec::new(),
     };
     files.sort();
-    files.retain(|file| file.extension().is_some_and(|extension| extension == "cubin"));
-    if std::env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "macos") {
-        files.clear();
-    }
+    let mac = std::env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "macos");
+    files.retain(|file| !mac && file.extension().is_some_and(|extension| extension == "cubin"));
     for file in &files {
         let name = file.file_stem().unwrap_or_default().to_string_lossy();
         let _ = writeln!(list, "    ({name:?}, include_bytes!({:?})),", file.canonicalize()?);

@@ -54,9 +54,10 @@ pub fn run(args: &Args) -> Result<()> {
     }
     for (name, shape) in [("qwen36", Shape::QWEN36), ("demo", Shape::DEMO)] {
         for arch in ARCHES {
-            let source = source(&shape, little_shared(arch));
+            let little = little_shared(arch);
+            let source = source(&shape, little);
             let compiled = compiler.compile(&source, arch)?;
-            check_shared(&compiled.log, &dynamic_shared(&shape, little_shared(arch)), shared_limit(arch))
+            check_shared(&compiled.log, &dynamic_shared(&shape, little), shared_limit(arch))
                 .with_context(|| format!("{name}, sm_{arch}"))?;
             let spilling = spilling(&compiled.log);
             let spills = match spilling.is_empty() {
@@ -103,33 +104,32 @@ fn check_shared(log: &str, dynamic: &[(&str, usize)], limit: usize) -> Result<()
     Ok(())
 }
 
+/// What the assembler says, each line with the kernel that it is about.
+fn lines_of_kernels(log: &str) -> impl Iterator<Item = (&str, &str)> {
+    log.lines().scan("", |kernel, line| {
+        if let Some((_, name)) = line.split_once("Compiling entry function '") {
+            *kernel = name.split('\'').next().unwrap_or_default();
+        }
+        Some((*kernel, line))
+    })
+}
+
 /// Kernels with the bytes of shared memory that their source declares.
 fn declared_shared(log: &str) -> Vec<(&str, usize)> {
-    let mut kernel = "";
-    let mut found = Vec::new();
-    for line in log.lines() {
-        if let Some((_, name)) = line.split_once("Compiling entry function '") {
-            kernel = name.split('\'').next().unwrap_or_default();
-        } else if let Some((_, used)) = line.split_once(": Used ") {
-            let bytes = used.split(", ").find_map(|part| part.strip_suffix(" bytes smem"));
-            found.push((kernel, bytes.and_then(|bytes| bytes.parse().ok()).unwrap_or(0)));
-        }
-    }
-    found
+    let used = lines_of_kernels(log).filter_map(|(kernel, line)| Some((kernel, line.split_once(": Used ")?.1)));
+    used.map(|(kernel, used)| {
+        let bytes = used.split(", ").find_map(|part| part.strip_suffix(" bytes smem")?.parse().ok());
+        (kernel, bytes.unwrap_or(0))
+    })
+    .collect()
 }
 
 /// The kernels of which the assembler says that registers went to memory.
 fn spilling(log: &str) -> Vec<&str> {
-    let mut kernel = "";
-    let mut found = Vec::new();
-    for line in log.lines() {
-        if let Some((_, name)) = line.split_once("Compiling entry function '") {
-            kernel = name.split('\'').next().unwrap_or_default();
-        } else if line.contains("bytes spill stores") && !line.contains(" 0 bytes spill stores, 0 bytes spill loads") {
-            found.push(kernel);
-        }
-    }
-    found
+    let spills = |line: &str| {
+        line.contains("bytes spill stores") && !line.contains(" 0 bytes spill stores, 0 bytes spill loads")
+    };
+    lines_of_kernels(log).filter(|(_, line)| spills(line)).map(|(kernel, _)| kernel).collect()
 }
 
 #[cfg(test)]

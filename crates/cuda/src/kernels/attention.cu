@@ -164,8 +164,7 @@ attend(const Run* runs, int rows, int layer, int parts, const float* all_project
     for (;; job += gridDim.x) {
         const bool first_job = job == (int)blockIdx.x;
         // Made anew for every job, or what follows from it would be kept in registers over all of them.
-        int lane = tid & 31;
-        asm volatile("" : "+r"(lane));
+        const int lane = opaque(tid & 31);
         const int g = lane >> 2, t = lane & 3;
         // The last row whose first job does not lie behind this one: lanes without a row say where all jobs end.
         const int row = __popc(__ballot_sync(FULL, (int)rows_jobs[lane].first <= job)) - 1;
@@ -431,8 +430,9 @@ DEVICE void combine_parts(const Run* run, int parts, const float* projected, con
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < MAX_PARTS / 32; i++) total += warp_values[i];
-        const float sum = OWN == 1 ? shares[0][tid] + shares[1][tid] + shares[2][tid] + shares[3][tid]
-                                   : value[0] + value[1 % OWN] + value[2 % OWN] + value[3 % OWN];
+        float sum;
+        if constexpr (OWN == 1) sum = shares[0][tid] + shares[1][tid] + shares[2][tid] + shares[3][tid];
+        else sum = value[0] + value[1] + value[2] + value[3];
         finish(tid, sum / total * gate);
     }
 }

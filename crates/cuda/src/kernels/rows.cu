@@ -2,17 +2,17 @@
 //
 // A row's arithmetic is that of gemv.cu, group by group and block by block. What differs is the place of numbers: inputs are rounded to
 // fixed point where they are made; in mma columns 2r and 2r + 1 stand high and low bytes of row r of four rows, a quad, and a
-// group's sums are taken on their own. A CTA takes tiles as in gemv.cu, in 8 streams of blocks, a warp each, which keeps the inputs of its
-// block in registers. (Two warps a stream with half of the rows each are slower: both decode the weights.)
+// group's sums are taken on their own. A CTA takes tiles as in gemv.cu, by 8 warps, each of which keeps the inputs of its block in registers. (Two
+// warps for a block with half of the rows each are slower: both decode the weights.)
 // Experts: rows that chose one are put together by four; the lists are made on the device.
 // Bytes moved: the weights once, of experts those of every one that some row chose.
 
 constexpr int ROWS = 16;      // most rows
 static_assert(ROWS < 32, "attend has a lane for each, and one behind them");
-constexpr int ROW_STREAMS = 8;
-constexpr int ROW_THREADS = ROW_STREAMS * 32;   // a warp for each
-constexpr int ROW_SLOTS4 = 3, ROW_SLOTS8 = 2;   // blocks that a stream has on the way
-constexpr int ROW_SLOT_BYTES = ROW_STREAMS * ROW_SLOTS8 * BLOCK8;
+constexpr int ROW_WARPS = 8;
+constexpr int ROW_THREADS = ROW_WARPS * 32;
+constexpr int ROW_SLOTS4 = 3, ROW_SLOTS8 = 2;   // blocks that a warp has on the way
+constexpr int ROW_SLOT_BYTES = ROW_WARPS * ROW_SLOTS8 * BLOCK8;
 static_assert(ROW_SLOTS4 * BLOCK4 <= ROW_SLOTS8 * BLOCK8, "slots of either kind have the same room");
 // CTAs that have room beside each other.
 #if __CUDA_ARCH__ >= 900
@@ -261,13 +261,12 @@ DEVICE void block_times_rows(u32 block, const RowInputs<QUADS>& x, u32 scales, i
     for (int q = 0; q < QUADS; q++) take(q, sums[q][0][0] + sums[q][1][0], sums[q][0][1] + sums[q][1][1]);
 }
 
-// A warp's stream of blocks through shared memory: those with numbers s, s + 8, ... below `count`.
+// A warp's stream of blocks through shared memory: those with numbers warp, warp + 8, ... below `count`.
 template <int BYTES, int DEPTH> struct BlockStream {
     static constexpr int WHOLE = BYTES / 512, REST = BYTES % 512 / 16;   // pieces for all lanes, and for the first ones
     u32 slots, slot;   // addresses in shared memory: of the first one, and of the next to be used
 
-    DEVICE static u32 number() { return threadIdx.x / 32; }
-    DEVICE BlockStream(char* shared) { slots = slot = opaque(shared_address(shared) + number() * DEPTH * BYTES); }
+    DEVICE BlockStream(char* shared) { slots = slot = opaque(shared_address(shared) + threadIdx.x / 32 * DEPTH * BYTES); }
     template <class Address> DEVICE void fetch(u32 at, u32 to, u32 count, Address address) {
         if (at < count) {
             // Pieces lie at fixed distances from one address.
@@ -282,7 +281,7 @@ template <int BYTES, int DEPTH> struct BlockStream {
     }
     template <class Address> DEVICE void fill(u32 count, Address address) {
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++) fetch(number() + i * ROW_STREAMS, slots + i * BYTES, count, address);
+        for (int i = 0; i < DEPTH; i++) fetch(threadIdx.x / 32 + i * ROW_WARPS, slots + i * BYTES, count, address);
     }
     // The address of the next block.
     DEVICE u32 wait() {
@@ -293,7 +292,7 @@ template <int BYTES, int DEPTH> struct BlockStream {
     // Block `at` is used up.
     template <class Address> DEVICE void next(u32 at, u32 count, Address address) {
         __syncwarp();
-        fetch(at + DEPTH * ROW_STREAMS, slot, count, address);
+        fetch(at + DEPTH * ROW_WARPS, slot, count, address);
         slot = slot == slots + (DEPTH - 1) * BYTES ? slots : slot + BYTES;
     }
 };
@@ -305,15 +304,14 @@ template <int QUADS> DEVICE int row_of_thread() { return (threadIdx.x >> 4) % (4
 // in the order of gemv.cu, even blocks, odd ones, and both.
 template <int BLOCKS, int BITS, int QUADS, int CHAINS = 2> struct RowTiles {
     static constexpr int BYTES = BITS == 4 ? BLOCK4 : BLOCK8, DEPTH = BITS == 4 ? ROW_SLOTS4 : ROW_SLOTS8;
-    // Tiles whose sums stand beside each other in shared memory: of all rows about three blocks per stream.
-    static constexpr int CHUNK_BLOCKS = 3 * ROW_STREAMS * (ROWS / 4) / QUADS;
+    // Tiles whose sums stand beside each other in shared memory: of all rows about three blocks per warp.
+    static constexpr int CHUNK_BLOCKS = 3 * ROW_WARPS * (ROWS / 4) / QUADS;
     static constexpr u32 CHUNK = BLOCKS >= CHUNK_BLOCKS ? 1 : CHUNK_BLOCKS / BLOCKS;
     struct Shared {
         float sums[CHUNK * BLOCKS][4 * QUADS][BLOCK_ROWS];
-        float2 scales[ROW_STREAMS][16 * QUADS];
+        float2 scales[ROW_WARPS][16 * QUADS];
     };
-    typedef BlockStream<BYTES, DEPTH> Stream;
-    Stream stream;
+    BlockStream<BYTES, DEPTH> stream;
 
     DEVICE RowTiles(char* dynamic) : stream(dynamic) {}
 
@@ -329,10 +327,10 @@ template <int BLOCKS, int BITS, int QUADS, int CHAINS = 2> struct RowTiles {
         // Where a lane's first sum of the chunk's first block goes.
         const u32 sums = opaque(shared_address(&shared.sums[0][lane % 4][lane / 4]));
         RowInputs<QUADS> inputs;
-        u32 current = 0xffffffffu, at = Stream::number();
+        u32 current = 0xffffffffu, at = warp;
         for (u32 first = 0; first < count; first += CHUNK) {
             const u32 tiles = min(CHUNK, count - first), end = (first + tiles) * BLOCKS;
-            for (; at < end; at += ROW_STREAMS) {
+            for (; at < end; at += ROW_WARPS) {
                 const u32 index = at / BLOCKS, block = at % BLOCKS, wanted = key(index) * BLOCKS + block;
                 if (wanted != current) {
                     inputs.load(x, [&](int row) { return place(index, row, block); }, shared.scales[warp], lane);
@@ -566,11 +564,11 @@ rows_down(const char* experts, const char* shared_down, const Meeting* list, con
           const float* activation, int rows, float* parts) {
     constexpr u32 TILES = HIDDEN / 16, ROUTED = TILES * EXPERT_BLOCKS, SHARED = TILES * SHARED_BLOCKS;
     // Whoever meets an expert, and rows by four that meet the shared one, are parties; each warp rounds a block of one of them.
-    constexpr u32 MOST_BLOCKS = EXPERT_BLOCKS > SHARED_BLOCKS ? EXPERT_BLOCKS : SHARED_BLOCKS, TOGETHER = ROW_STREAMS / MOST_BLOCKS;
+    constexpr u32 MOST_BLOCKS = EXPERT_BLOCKS > SHARED_BLOCKS ? EXPERT_BLOCKS : SHARED_BLOCKS, TOGETHER = ROW_WARPS / MOST_BLOCKS;
     static_assert(TOGETHER >= 1);
     __shared__ Meeting meetings[MEETINGS];
-    __shared__ float2 scales[ROW_STREAMS][16];
-    __shared__ __align__(16) u8 aside[ROW_STREAMS][8 * BLOCK_INPUTS];
+    __shared__ float2 scales[ROW_WARPS][16];
+    __shared__ __align__(16) u8 aside[ROW_WARPS][8 * BLOCK_INPUTS];
     BlockStream<BLOCK4, ROW_SLOTS4> stream(dynamic_shared);
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
@@ -612,7 +610,7 @@ rows_down(const char* experts, const char* shared_down, const Meeting* list, con
         // Of the block whose inputs a warp has: its scales, and where a lane's row has its outputs.
         u32 current = 0xffffffffu, current_scales = 0;
         float* to = nullptr;
-        for (; at < end; at += ROW_STREAMS) {
+        for (; at < end; at += ROW_WARPS) {
             const u32 party = party_of(at), blocks = blocks_of(party), inside = at - start_of(party);
             const u32 tile = inside / blocks, block = inside % blocks, place = (party - first) * MOST_BLOCKS + block;
             if (place != current) {
