@@ -312,10 +312,13 @@ impl Backend for CudaBackend {
         let slot = self.take_slot() as u32;
         let run = Run { slot, ..self.state(id)?.run() };
         self.upload_run(&run)?;
+        self.apply_updates(id)?;
         let pass = Pass { device: &self.device, overlap: false };
         self.kernels.fill_noise(&pass, self.scratch.run, tokens.len(), seed)?;
         self.state(id)?.upload_tokens(&self.device, position, tokens)?;
-        self.state_mut(id)?.advance(Some(tokens));
+        let state = self.state_mut(id)?;
+        state.advance(Some(tokens));
+        state.applied = state.position();
         Ok(())
     }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use lily_backend::{Error, Result, RowOutput, SamplingParams, StageOutput, Ticket, Want};
+use lily_backend::{Error, Result, RowOutput, SamplingParams, StageOutput, StateId, Ticket, Want};
 
 use crate::device::{Graph, Pointer};
 use crate::forward::{Forward, Trace};
@@ -82,6 +82,19 @@ impl CudaBackend {
         sample_scratch(&self.scratch)
     }
 
+    /// Applies what is kept of a state's updates; its run is on the device.
+    pub(crate) fn apply_updates(&mut self, id: StateId) -> Result<()> {
+        let state = self.state(id)?;
+        if state.applied < state.position() {
+            let pass = Pass { device: &self.device, overlap: false };
+            let layers = self.checkpoint.config.shape.delta_layers();
+            self.kernels.apply_updates(&pass, self.scratch.run, layers)?;
+            let state = self.state_mut(id)?;
+            state.applied = state.position();
+        }
+        Ok(())
+    }
+
     /// Runs a row; what it samples is not waited for.
     pub(crate) fn run_row(
         &mut self,
@@ -112,6 +125,7 @@ impl CudaBackend {
                 run.token = ids[0];
             }
             self.upload_run(&run)?;
+            self.apply_updates(id)?;
         }
         let vocab = self.caps.vocab;
         let mut logits = match row.want {
@@ -125,6 +139,7 @@ impl CudaBackend {
             _ => None,
         };
         self.live = live;
+        self.state_mut(id)?.applied = position + tokens;
         let last = self.scratch.logits;
         self.settle_row(ticket, index, Launched { row, run, position, sampled, logits, last })
     }

@@ -9,15 +9,20 @@ use lily_model::Shape;
 
 use crate::device::{Buffer, Device, Pinned, Pointer};
 use crate::kernels::Run;
+use crate::kernels::delta::KEPT_BYTES;
 
 /// Bytes of a key or value of one head.
 const ROW_BYTES: usize = Shape::HEAD_DIM * 2;
 /// Inputs of the convolution that a state keeps: a ring that a step writes at its own place, while it reads the others.
 const HISTORY: usize = Shape::CONV_TAPS;
 
-/// Bytes of convolution history and delta state.
+/// Bytes of convolution history, delta state and updates.
 pub(crate) fn recurrent_bytes(shape: &Shape) -> usize {
-    conv_bytes(shape) + shape.delta_layers() * shape.delta_state_len() * 4
+    conv_bytes(shape) + delta_bytes(shape) + shape.delta_layers() * shape.delta_value_heads * KEPT_BYTES
+}
+
+fn delta_bytes(shape: &Shape) -> usize {
+    shape.delta_layers() * shape.delta_state_len() * 4
 }
 
 fn conv_bytes(shape: &Shape) -> usize {
@@ -39,13 +44,17 @@ pub(crate) enum Sampled {
 pub(crate) struct State {
     /// Keys `[attention layer, kv head, capacity, 256]` BF16, then values.
     kv: Buffer,
-    /// Convolution history `[delta layer, 4, conv width]`, then delta state `[delta layer, value head, 128, 128]`, f32.
+    /// Convolution history `[delta layer, 4, conv width]`, then delta state `[delta layer, value head, 128, 128]`, then updates
+    /// that are kept `[delta layer, value head, 3, 260]`; f32.
     recurrent: Buffer,
+    /// Tokens from the first on that are all in the delta state; of those behind them some heads may have updates to apply.
+    pub(crate) applied: usize,
     /// Ids `[capacity]`, then the sampled one. A step that waits for its mask keeps it.
     pub(crate) words: Arc<Buffer>,
     capacity: usize,
     planes: usize,
     conv_bytes: usize,
+    delta_bytes: usize,
     /// Ids of all tokens fed; those that were sampled and not yet waited for are 0.
     tokens: Vec<u32>,
     /// Indices of such tokens and the slots that have them.
@@ -61,6 +70,7 @@ pub(crate) struct State {
 pub(crate) struct Snapshot {
     tokens: Vec<u32>,
     recurrent: Buffer,
+    applied: usize,
 }
 
 impl Snapshot {
@@ -76,10 +86,12 @@ impl State {
         Ok(State {
             kv: device.zeroed("a KV cache", capacity * shape.kv_bytes_per_token(2))?,
             recurrent: device.zeroed("a delta state", recurrent_bytes(shape))?,
+            applied: 0,
             words: Arc::new(device.zeroed("the tokens of a state", 4 * (capacity + 1))?),
             capacity,
             planes: 2 * shape.attention_layers() * shape.kv_heads,
             conv_bytes: conv_bytes(shape),
+            delta_bytes: delta_bytes(shape),
             tokens: Vec::new(),
             unresolved: Vec::new(),
             sampled: Sampled::Nothing,
@@ -114,6 +126,7 @@ impl State {
             kv: self.kv.pointer(),
             conv: self.recurrent.pointer(),
             delta: self.recurrent.pointer().at(self.conv_bytes),
+            updates: self.recurrent.pointer().at(self.conv_bytes + self.delta_bytes),
             tokens: self.words.pointer(),
             sampled: self.sampled_word(),
             capacity: self.capacity as u32,
@@ -132,6 +145,8 @@ impl State {
             frequency: 0.0,
             biases: 0,
             greedy: 0,
+            applied: self.applied as u32,
+            unused: 0,
             seed: 0,
         }
     }
@@ -180,6 +195,7 @@ impl State {
     /// Back to position 0. Old keys and values stay; nothing reads them.
     pub(crate) fn reset(&mut self, device: &Device) -> Result<()> {
         device.clear(self.recurrent.pointer(), self.recurrent.bytes())?;
+        self.applied = 0;
         self.tokens.clear();
         self.unresolved.clear();
         self.settle();
@@ -190,7 +206,7 @@ impl State {
     pub(crate) fn snapshot(&self, device: &Device) -> Result<Snapshot> {
         let recurrent = device.zeroed("a snapshot", self.recurrent.bytes())?;
         device.copy(recurrent.pointer(), self.recurrent.pointer(), self.recurrent.bytes())?;
-        Ok(Snapshot { tokens: self.tokens.clone(), recurrent })
+        Ok(Snapshot { tokens: self.tokens.clone(), recurrent, applied: self.applied })
     }
 
     /// Goes back to a snapshot of its own past. All ids are known.
@@ -202,6 +218,7 @@ impl State {
             )));
         }
         device.copy(self.recurrent.pointer(), snapshot.recurrent.pointer(), self.recurrent.bytes())?;
+        self.applied = snapshot.applied;
         self.tokens.truncate(position);
         self.settle();
         Ok(())
@@ -220,6 +237,7 @@ impl State {
         }
         device.copy(self.recurrent.pointer(), from.recurrent.pointer(), from.recurrent.bytes())?;
         device.copy(self.words.pointer(), from.words.pointer(), 4 * position)?;
+        self.applied = from.applied;
         self.tokens.clone_from(&from.tokens);
         self.unresolved.clear();
         self.settle();
@@ -243,6 +261,7 @@ impl State {
             sum.add(bytes);
             Ok(to.write_all(bytes)?)
         };
+        put(&(self.applied as u64).to_le_bytes())?;
         put(&self.tokens.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>())?;
         let mut room = vec![0; self.recurrent.bytes()];
         device.download(&mut room, self.recurrent.pointer())?;
@@ -298,6 +317,9 @@ impl State {
             sum.add(bytes);
             Ok(())
         };
+        let mut applied = [0; 8];
+        get(&mut applied)?;
+        let applied = u64::from_le_bytes(applied);
         let mut room = vec![0; 4 * position];
         get(&mut room)?;
         let tokens: Vec<u32> = room.as_chunks().0.iter().copied().map(u32::from_le_bytes).collect();
@@ -319,10 +341,14 @@ impl State {
             return refuse(format!("token {id} is outside the vocabulary of {vocab}"));
         }
         self.upload_tokens(device, 0, &tokens)?;
+        self.applied = match usize::try_from(applied) {
+            Ok(applied) if applied <= position => applied,
+            _ => return refuse(format!("of its {position} tokens {applied} are in the delta state")),
+        };
         self.tokens = tokens;
         Ok(())
     }
 }
 
 /// First bytes of an export: what it is and the version of its layout.
-const MAGIC: &[u8; 17] = b"lily-cuda-state 1";
+const MAGIC: &[u8; 17] = b"lily-cuda-state 2";

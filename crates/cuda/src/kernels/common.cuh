@@ -31,11 +31,19 @@ constexpr int BLOCK_INPUTS = 256;
 constexpr int BLOCK4 = 2304;
 constexpr int BLOCK8 = 4352;
 
+// ---- A token's change of a delta head's state: S = decay * S + e k^T.
+struct Update {
+    float e[DELTA_HEAD], k[DELTA_HEAD];
+    float decay, unused[3];
+};
+constexpr int KEPT = 3;    // most that are kept of a head before they are written with the next one
+
 // ---- The step's row, in device memory so that a captured graph need not change.
 struct Run {
     u16* kv;        // keys of all attention layers [layer, kv head, capacity, 256], then as many values; BF16
     float* conv;    // [delta layer, 4, conv width]: raw inputs of position p in slot p % 4
     float* delta;   // [delta layer, value head, 128 (value), 128 (key)]
+    Update* updates;   // [delta layer, value head, KEPT]: what is still to be applied to `delta`
     u32* tokens;    // [capacity], ids fed so far
     u32* sampled;   // the id that the state's last step sampled
     u32 capacity;
@@ -47,6 +55,8 @@ struct Run {
     float temperature, top_p, min_p, repetition, presence, frequency;
     u32 biases;     // number of them
     u32 greedy;     // whether the raw logits decide alone
+    u32 applied;    // tokens from the first on that are all in `delta`
+    u32 unused;     // so that the next one begins at a whole 8 bytes
     u64 seed;
 };
 constexpr u32 FROM_STATE = 0xffffffffu;

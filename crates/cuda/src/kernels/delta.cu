@@ -18,15 +18,59 @@ DEVICE float* history_slot(float* conv, int layer, u32 position) {
     return conv + ((u64)layer * 4 + position % 4) * CONV_WIDTH;
 }
 
+// ---- Updates of a head's state that are kept instead of written. Writing a state of 64 KB takes as long as reading it, an update has
+// 1 KB: rows that share a pass write a head's state once in KEPT + 1 tokens, and apply what was kept in between, one after the other, each
+// time they have read it. The state has the bits that it has when every token writes it. Heads take turns.
+DEVICE bool writes_state(u32 position, int head) { return (position + head) % (KEPT + 1) == KEPT; }
+// How many updates are kept of a head when the token of `position` comes; that of a position lies in slot position % KEPT.
+DEVICE u32 updates_kept(u32 position, u32 applied, int head) { return min(position - applied, (position + head) % (KEPT + 1)); }
+
+DEVICE void update(float4& s, float decay, float e, float4 k) {
+    s.x = __fmaf_rn(s.x, decay, __fmul_rn(e, k.x)), s.y = __fmaf_rn(s.y, decay, __fmul_rn(e, k.y));
+    s.z = __fmaf_rn(s.z, decay, __fmul_rn(e, k.z)), s.w = __fmaf_rn(s.w, decay, __fmul_rn(e, k.w));
+}
+// Applies a kept update to rows row, row + 32, ... of a state, of which a lane has 4 columns from 4 lane16 and from 64 + 4 lane16 on.
+template <int SLICES> DEVICE void apply(const Update& kept, float4 (&s)[SLICES][2], int row, int lane16) {
+    const float4 k0 = *(const float4*)(kept.k + 4 * lane16), k1 = *(const float4*)(kept.k + 64 + 4 * lane16);
+#pragma unroll
+    for (int p = 0; p < SLICES; p++) {
+        const float e = kept.e[p * 32 + row];
+        update(s[p][0], kept.decay, e, k0), update(s[p][1], kept.decay, e, k1);
+    }
+}
+
+// Brings a state up to the run's position: all kept updates are applied and written. A CTA for each head, blockIdx.x, and delta layer,
+// blockIdx.y.
+KERNEL(512, 2) apply_updates(const Run* run) {
+    const int head = blockIdx.x, row = threadIdx.x >> 4, lane16 = threadIdx.x & 15;
+    const u32 position = run->position, kept = updates_kept(position, run->applied, head);
+    if (kept == 0) return;
+    const u64 at = (u64)blockIdx.y * VALUE_HEADS + head;
+    float4* state = (float4*)(run->delta + (at * DELTA_HEAD + row) * DELTA_HEAD) + lane16;
+    float4 s[4][2];
+#pragma unroll
+    for (int p = 0; p < 4; p++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) s[p][i] = load_cg(state + p * 8 * DELTA_HEAD + 16 * i);
+    for (u32 i = kept; i > 0; i--) apply<4>(run->updates[at * KEPT + (position - i) % KEPT], s, row, lane16);
+#pragma unroll
+    for (int p = 0; p < 4; p++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) state[p * 8 * DELTA_HEAD + 16 * i] = s[p][i];
+}
+
 // ---- One token of a row: SLICES slices of 32 rows of a value head's state, from `slice` on. 512 threads, 16 lanes a row.
 // In: projected [PROJ_DELTA], taps [CONV_WIDTH, 4], rates = exp(A_log), dt_bias [VALUE_HEADS], norm [128].
 // `finish(i, value, square)`: output i of the slices is value = o * norm * silu(z), without the norm's scale; square is the sum of
 // squares of its slice. Whole warps of the first 32 SLICES threads call it.
-// Bytes moved: the state read and written, 2 x 16 KB a slice.
-template <int SLICES, class Finish>
+// KEEPS: the state, which is a whole head's, may have updates to apply, and is written when it is the head's turn.
+// Bytes moved: the state read, 16 KB a slice, and where it is written as many.
+template <int SLICES, bool KEEPS, class Finish>
 DEVICE void step_of_head(const Run* run, int layer, int head, int slice, const float* projected, const float4* taps, const float* rates,
                          const float* dt_bias, const float* norm, Finish finish) {
     __shared__ float qs[DELTA_HEAD], ks[DELTA_HEAD], vs[32 * SLICES], sums[8], gates[2], outputs[32 * SLICES];
+    __shared__ __align__(16) Update kept[KEEPS ? KEPT : 1];
+    __shared__ Update* own_update;   // where this token's goes, or nowhere because the state is written
     const int key_head = head / VALUES_PER_KEY, first = head * DELTA_HEAD + slice * 32;   // of the values
     const int tid = threadIdx.x, row = tid >> 4, lane16 = tid & 15, lane = tid & 31;
     // What the token before left is there: a whole pass of kernels lies between.
@@ -37,6 +81,18 @@ DEVICE void step_of_head(const Run* run, int layer, int head, int slice, const f
 #pragma unroll
         for (int i = 0; i < 2; i++) s[p][i] = load_cg((const float4*)(state + p * 32 * DELTA_HEAD) + 16 * i + lane16);
     const u32 position = run->position;
+    u32 behind = 0;
+    if (KEEPS) {
+        constexpr int PIECES = sizeof(Update) / 16;
+        static_assert(KEPT * PIECES <= 512);
+        Update* updates = run->updates + ((u64)layer * VALUE_HEADS + head) * KEPT;
+        behind = updates_kept(position, run->applied, head);
+        // The oldest first.
+        const int i = tid / PIECES, piece = tid % PIECES;
+        if (i < behind) copy16((uint4*)(kept + i) + piece, (const uint4*)(updates + (position - behind + i) % KEPT) + piece);
+        copy_commit();
+        if (tid == 0) own_update = writes_state(position, head) ? nullptr : updates + position % KEPT;
+    }
     int channel = -1;
     bool owner = true;
     if (tid < 2 * DELTA_HEAD) {
@@ -73,7 +129,13 @@ DEVICE void step_of_head(const Run* run, int layer, int head, int slice, const f
         gates[0] = decay_of(load_cg(projected + PROJ_A + head), rate, bias);
         gates[1] = sigmoid(load_cg(projected + PROJ_B + head));
     }
+    if (KEEPS) copy_wait<0>();
     __syncthreads();
+    if (KEEPS) {
+#pragma unroll 1
+        for (u32 i = 0; i < behind; i++) apply<SLICES>(kept[i], s, row, lane16);
+    }
+    Update* const keep = KEEPS ? own_update : nullptr;
     const float q_scale = inverse_root(sums[0] + sums[1] + sums[2] + sums[3] + UNIT_EPS) * inverse_root((float)DELTA_HEAD);
     const float k_scale = inverse_root(sums[4] + sums[5] + sums[6] + sums[7] + UNIT_EPS);
     const float decay = gates[0];
@@ -98,14 +160,20 @@ DEVICE void step_of_head(const Run* run, int layer, int head, int slice, const f
         }
         sk = sum_lanes<16>(sk), sq = sum_lanes<16>(sq);
         const float e = gates[1] * (vs[p * 32 + row] - decay * sk);
-        if (lane16 == 0) outputs[p * 32 + row] = decay * sq + e * kq;
+        if (lane16 == 0) outputs[p * 32 + row] = __fmaf_rn(decay, sq, __fmul_rn(e, kq));
+        if (!keep) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float4& own = s[p][i];
-            own.x = decay * own.x + e * k[i].x, own.y = decay * own.y + e * k[i].y;
-            own.z = decay * own.z + e * k[i].z, own.w = decay * own.w + e * k[i].w;
-            ((float4*)(state + p * 32 * DELTA_HEAD))[16 * i + lane16] = own;
+            for (int i = 0; i < 2; i++) {
+                update(s[p][i], decay, e, k[i]);
+                ((float4*)(state + p * 32 * DELTA_HEAD))[16 * i + lane16] = s[p][i];
+            }
+        } else if (lane16 == 0) {
+            keep->e[p * 32 + row] = e;
         }
+    }
+    if (keep && row == 0) {
+        ((float4*)keep->k)[lane16] = k[0], ((float4*)keep->k)[16 + lane16] = k[1];
+        if (lane16 == 0) keep->decay = decay;
     }
     __syncthreads();
     if (tid < 32 * SLICES) {
@@ -122,7 +190,7 @@ delta_step(const Run* run, int layer, const float* projected, const float4* taps
     const int head = blockIdx.x >> 2, slice = blockIdx.x & 3;
     launch_dependents();
     if (head >= VALUE_HEADS) return wait_for_inputs();
-    step_of_head<1>(run, layer, head, slice, projected, taps, rates, dt_bias, norm, [&](int i, float value, float square) {
+    step_of_head<1, false>(run, layer, head, slice, projected, taps, rates, dt_bias, norm, [&](int i, float value, float square) {
         out[head * DELTA_HEAD + slice * 32 + i] = value;
         if (i == 0) squares[head * 4 + slice] = square;
     });

@@ -27,6 +27,9 @@ pub(super) fn shared_of_scan(_: &Sizes) -> usize {
     SCAN_SLOTS * PIECE + 32 + 8 * 6 * 512 + 2 * 4 * 4 * 512
 }
 
+/// Bytes of the updates that a state keeps of one head: see `KEPT` and `Update`.
+pub(crate) const KEPT_BYTES: usize = 3 * 4 * (2 * 128 + 4);
+
 /// Bytes between [`Kernels::delta_relate`] and [`Kernels::delta_scan`] for `tokens` tokens.
 pub(crate) fn related_bytes(s: &Sizes, tokens: usize) -> usize {
     tokens.div_ceil(CHUNK) * (s.key_heads * 4 * PIECE + s.value_heads * (4 * PIECE + LOWER_PIECE))
@@ -74,6 +77,11 @@ impl Kernels {
         let layer = layer as i32;
         let arguments = arguments![runs, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out];
         pass.launch(self.rows_delta_step, (self.sizes.value_heads, rows), 512, arguments)
+    }
+
+    /// Applies what is kept of a state's updates, in all `layers` delta layers.
+    pub(crate) fn apply_updates(&self, pass: &Pass<'_>, run: Pointer, layers: usize) -> Result<()> {
+        pass.launch(self.apply_updates, (self.sizes.value_heads, layers), 512, arguments![run])
     }
 
     /// Many tokens, all that needs no state: `projected` to `related`.

@@ -220,6 +220,7 @@ kernels! {
     embed: NONE;
     delta_step: NONE;
     rows_delta_step: NONE;
+    apply_updates: NONE;
     attend: attention::shared_of_one;
     attend_combine: NONE;
     route_and_share: gemv::shared;
@@ -327,6 +328,7 @@ pub(crate) struct Run {
     pub(crate) kv: Pointer,
     pub(crate) conv: Pointer,
     pub(crate) delta: Pointer,
+    pub(crate) updates: Pointer,
     pub(crate) tokens: Pointer,
     pub(crate) sampled: Pointer,
     pub(crate) capacity: u32,
@@ -346,6 +348,9 @@ pub(crate) struct Run {
     pub(crate) biases: u32,
     /// Whether the raw logits decide alone.
     pub(crate) greedy: u32,
+    /// Tokens from the first on that are all in `delta`.
+    pub(crate) applied: u32,
+    pub(crate) unused: u32,
     pub(crate) seed: u64,
 }
 
@@ -366,5 +371,5 @@ impl Run {
     }
 }
 
-// Five addresses, sixteen words, a seed.
-const _: () = assert!(size_of::<Run>() == 5 * 8 + 16 * 4 + 8);
+// Six addresses, eighteen words, a seed.
+const _: () = assert!(size_of::<Run>() == 6 * 8 + 18 * 4 + 8);

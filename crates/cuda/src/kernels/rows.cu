@@ -114,7 +114,7 @@ KERNEL(32, 16) rows_fix(const float* x, FixedRows out) {
 }
 
 // One token of each row through a delta layer, with the gated norm, to out [rows, VALUE_WIDTH]. A CTA for each head, blockIdx.x, and
-// row, blockIdx.y; a whole head's state is on its way before the inputs are waited for.
+// row, blockIdx.y; a whole head's state is on its way before the inputs are waited for. Of four tokens one writes it.
 KERNEL(512, 2)
 rows_delta_step(const Run* runs, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
                 const float* norm, FixedRows out) {
@@ -122,7 +122,7 @@ rows_delta_step(const Run* runs, int layer, const float* projected, const float4
     const int head = blockIdx.x, row = blockIdx.y, lane = threadIdx.x & 31;
     launch_dependents();
     projected += row * PROJ_DELTA;
-    step_of_head<4>(runs + row, layer, head, 0, projected, taps, rates, dt_bias, norm, [&](int i, float value, float square) {
+    step_of_head<4, true>(runs + row, layer, head, 0, projected, taps, rates, dt_bias, norm, [&](int i, float value, float square) {
         values[i] = value;
         if (lane == 0) squares[i >> 5] = square;
     });
