@@ -24,30 +24,24 @@ pub fn arch_name(arch: u32) -> String {
     if arch == 90 { "90a".into() } else { arch.to_string() }
 }
 
-/// Bytes of shared memory that a block of threads may have on GPUs of this name, like `90a` (CUDA C++ programming guide, technical
+/// KiB of shared memory that a block of threads may have on GPUs of this name, like `90a` (CUDA C++ programming guide, technical
 /// specifications per compute capability).
-pub fn shared_limit(arch: &str) -> usize {
-    let kibibytes = match arch.trim_end_matches('a').parse().unwrap_or(0) {
+pub fn shared_kib(arch: &str) -> usize {
+    match arch.trim_end_matches('a').parse().unwrap_or(0) {
         80 | 87 => 163,
         90..=119 => 227,
         _ => 99,
-    };
-    kibibytes << 10
-}
-
-/// Whether the kernels have to do with the least of them.
-pub fn little_shared(arch: &str) -> bool {
-    shared_limit(arch) < 163 << 10
+    }
 }
 
 /// Kernels and the bytes of shared memory that they get at launch. Those that only Hopper has are not among them.
-pub fn dynamic_shared(shape: &Shape, little_shared: bool) -> Vec<(&'static str, usize)> {
-    Kernels::dynamic_shared(&Sizes::new(shape, little_shared))
+pub fn dynamic_shared(shape: &Shape, shared_kib: usize) -> Vec<(&'static str, usize)> {
+    Kernels::dynamic_shared(&Sizes::new(shape, shared_kib))
 }
 
-/// All kernels for a shape as one source, for GPUs with [little shared memory](little_shared) or others.
-pub fn source(shape: &Shape, little_shared: bool) -> String {
-    let mut source = prelude(shape, little_shared);
+/// All kernels for a shape as one source, for GPUs with so much [shared memory](shared_kib).
+pub fn source(shape: &Shape, shared_kib: usize) -> String {
+    let mut source = prelude(shape, shared_kib);
     for (name, text) in SOURCES {
         // Writing to a string cannot fail.
         let _ = writeln!(source, "#line 1 \"{name}\"\n{text}");
@@ -56,9 +50,9 @@ pub fn source(shape: &Shape, little_shared: bool) -> String {
 }
 
 /// The sizes of a shape as constants.
-fn prelude(shape: &Shape, little_shared: bool) -> String {
+fn prelude(shape: &Shape, shared_kib: usize) -> String {
     let mut text = String::new();
-    for (name, value) in Sizes::new(shape, little_shared).constants() {
+    for (name, value) in Sizes::new(shape, shared_kib).constants() {
         let _ = writeln!(text, "constexpr int {name} = {value};");
     }
     let _ = writeln!(text, "constexpr float RMS_EPS = {:e}f;", shape.rms_eps);
@@ -83,8 +77,8 @@ pub fn key(source: &str, arch: &str) -> String {
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
 /// The machine code of all kernels for a shape on a GPU.
-pub(crate) fn cubin(shape: &Shape, arch: u32, little_shared: bool) -> Result<Vec<u8>> {
-    let (source, arch) = (source(shape, little_shared), arch_name(arch));
+pub(crate) fn cubin(shape: &Shape, arch: u32, shared_kib: usize) -> Result<Vec<u8>> {
+    let (source, arch) = (source(shape, shared_kib), arch_name(arch));
     let key = key(&source, &arch);
     if let Some((_, cubin)) = EMBEDDED.iter().find(|(name, _)| *name == key) {
         return Ok(cubin.to_vec());
@@ -227,7 +221,7 @@ mod tests {
 
     #[test]
     fn the_source_has_the_sizes_of_the_shape_and_every_kernel_file() {
-        let source = source(&Shape::QWEN36, false);
+        let source = source(&Shape::QWEN36, 227);
         assert!(source.contains("constexpr int HIDDEN = 2048;"));
         assert!(source.contains("constexpr int PROJ_DELTA = 12352;"));
         assert!(source.contains("constexpr float RMS_EPS = 1e-6f;"));
@@ -236,10 +230,10 @@ mod tests {
 
     #[test]
     fn sources_differ_by_shared_memory() {
-        let little: Vec<&str> = ARCHES.iter().copied().filter(|arch| little_shared(arch)).collect();
-        assert_eq!(little, ["86", "89", "120"]);
-        assert!(source(&Shape::QWEN36, true).contains("constexpr int LITTLE_SHARED = 1;"));
-        assert!(source(&Shape::QWEN36, false).contains("constexpr int LITTLE_SHARED = 0;"));
+        let kib: Vec<usize> = ARCHES.iter().map(|arch| shared_kib(arch)).collect();
+        assert_eq!(kib, [163, 99, 99, 227, 227, 99]);
+        assert!(source(&Shape::QWEN36, 99).contains("constexpr int SHARED_KIB = 99;"));
+        assert!(source(&Shape::QWEN36, 227).contains("constexpr int SHARED_KIB = 227;"));
     }
 
     #[test]

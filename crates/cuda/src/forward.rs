@@ -7,7 +7,7 @@ use lily_model::{Checkpoint, Shape};
 
 use crate::device::Pointer;
 use crate::kernels::moe::Routing;
-use crate::kernels::rows::{Meetings, Normed, Parts};
+use crate::kernels::rows::{Meetings, Normed, Parts, RowImage};
 use crate::kernels::{BLOCK4_BYTES, Finish, FixedRows, Gemm, Grouping, Kernels, Pass, TILE_ROWS, blocks};
 use crate::plan::{DeviceWeights, LOGIT_ROWS, Layer, LayerMixer, Scratch};
 
@@ -76,21 +76,21 @@ impl Forward<'_> {
     pub(crate) fn rows(&self, rows: usize) -> Result<()> {
         let (pass, k, s, w, sizes) = (&self.pass, self.kernels, self.scratch, self.weights, &self.kernels.sizes);
         let partials = (s.part_sums, s.part_values);
-        let normed = Normed { x: FixedRows::at(s.fixed, rows, sizes.hidden), squares: s.row_squares };
+        let (normed, meetings) = (self.row_inputs(), self.meetings());
         k.embed(pass, (s.runs, rows), Pointer::NULL, &w.embedding, (s.h, s.turns))?;
         let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
         for layer in &w.layers {
-            k.rows_norm(pass, s.h, parts, layer.mixer_norm, rows, normed)?;
+            k.rows_norm(pass, s.h, parts, layer.mixer_norm, (rows, &meetings), normed)?;
             match &layer.mixer {
                 LayerMixer::Delta { project, vectors, out } => {
-                    let x = FixedRows::at(s.fixed, rows, sizes.value_width);
+                    let x = RowImage::halves(s.fixed, sizes.value_width);
                     k.rows_project(pass, (*project, sizes.projected_delta / TILE_ROWS), normed, rows, s.projected)?;
                     k.rows_delta_step(pass, (s.runs, delta, rows), s.projected, vectors, x)?;
                     k.rows_delta_output(pass, *out, x, rows, s.parts)?;
                     delta += 1;
                 }
                 LayerMixer::Attention { project, q_norm, k_norm, out } => {
-                    let x = FixedRows::at(s.fixed, rows, sizes.query_width);
+                    let x = RowImage::halves(s.fixed, sizes.query_width);
                     k.rows_project(pass, (*project, sizes.projected_attention / TILE_ROWS), normed, rows, s.projected)?;
                     k.attend(pass, (s.runs, attention, rows), (s.projected, s.turns), (*q_norm, *k_norm), partials)?;
                     k.rows_attend_combine(pass, (s.runs, rows), s.projected, partials, x)?;
@@ -98,40 +98,49 @@ impl Forward<'_> {
                     attention += 1;
                 }
             }
-            k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, rows, normed)?;
-            self.rows_experts(layer, normed, rows)?;
+            k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, (rows, &meetings), normed)?;
+            self.rows_experts(layer, (normed, rows), &meetings)?;
             parts.1 = Parts::Experts;
         }
-        k.rows_norm(pass, s.h, parts, w.norm, rows, normed)?;
+        k.rows_norm(pass, s.h, parts, w.norm, (rows, &meetings), normed)?;
         k.rows_head(pass, w.head, (s.runs, rows), normed, (s.logits, s.bests))
     }
 
     /// The experts of a layer for rows whose normed stream is there; what they give is left in parts.
-    fn rows_experts(&self, layer: &Layer, normed: Normed, rows: usize) -> Result<()> {
+    fn rows_experts(&self, layer: &Layer, (normed, rows): (Normed, usize), meetings: &Meetings) -> Result<()> {
         let (pass, k, s) = (&self.pass, self.kernels, self.scratch);
-        let meetings = Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights };
         k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, rows, (s.router, s.activation))?;
-        k.rows_choose(pass, s.router, rows, &meetings)?;
-        k.rows_up(pass, layer.experts_up, &meetings, normed, s.activation)?;
-        k.rows_down(pass, (layer.experts_down, layer.shared_down), &meetings, (s.activation, rows), s.parts)
+        k.rows_up(pass, (layer.experts_up, s.router), (normed, rows), s.activation, meetings)?;
+        k.rows_down(pass, (layer.experts_down, layer.shared_down), meetings, (s.activation, rows), s.parts)
+    }
+
+    /// Where rows that share a pass have their normed stream.
+    fn row_inputs(&self) -> Normed {
+        let s = self.scratch;
+        Normed { x: RowImage::whole(s.fixed, self.kernels.sizes.hidden), squares: s.row_squares }
+    }
+
+    fn meetings(&self) -> Meetings {
+        let s = self.scratch;
+        Meetings { list: s.meetings, count: s.meeting_count, weights: s.meeting_weights }
     }
 
     /// All layers for up to [`ROWS`](crate::kernels::rows::ROWS) tokens of one row, whose ids are in the scratch memory: with the
     /// linears of [`Forward::rows`] and the mixers of [`Forward::many`].
     pub(crate) fn few(&mut self, tokens: usize) -> Result<()> {
         let (pass, k, s, w, sizes) = (&{ self.pass }, self.kernels, self.scratch, self.weights, &self.kernels.sizes);
-        let normed = Normed { x: FixedRows::at(s.fixed, tokens, sizes.hidden), squares: s.row_squares };
+        let (normed, meetings) = (self.row_inputs(), self.meetings());
         k.embed(pass, (s.run, tokens), s.ids, &w.embedding, (s.h, Pointer::NULL))?;
         self.record_embedding(tokens)?;
         let (mut delta, mut attention, mut parts) = (0, 0, (s.parts, Parts::Nothing));
         for (index, layer) in w.layers.iter().enumerate() {
-            k.rows_norm(pass, s.h, parts, layer.mixer_norm, tokens, normed)?;
+            k.rows_norm(pass, s.h, parts, layer.mixer_norm, (tokens, &meetings), normed)?;
             if index > 0 {
                 self.record_moe(index - 1, tokens)?;
             }
             match &layer.mixer {
                 LayerMixer::Delta { project, vectors, out } => {
-                    let (at, x) = ((s.run, delta, tokens), FixedRows::at(s.fixed, tokens, sizes.value_width));
+                    let (at, x) = ((s.run, delta, tokens), RowImage::halves(s.fixed, sizes.value_width));
                     k.rows_project(pass, (*project, sizes.projected_delta / TILE_ROWS), normed, tokens, s.projected)?;
                     k.delta_relate(pass, at, s.projected, vectors, s.related)?;
                     k.delta_scan(pass, at, (s.projected, s.related), s.mixed)?;
@@ -140,7 +149,7 @@ impl Forward<'_> {
                     delta += 1;
                 }
                 LayerMixer::Attention { project, q_norm, k_norm, out } => {
-                    let (at, x) = ((s.run, attention, tokens), FixedRows::at(s.fixed, tokens, sizes.query_width));
+                    let (at, x) = ((s.run, attention, tokens), RowImage::halves(s.fixed, sizes.query_width));
                     let tiles = sizes.projected_attention / TILE_ROWS;
                     k.rows_project(pass, (*project, tiles), normed, tokens, s.projected)?;
                     k.attention_prepare(pass, at, s.projected, (*q_norm, *k_norm), s.queries)?;
@@ -150,13 +159,13 @@ impl Forward<'_> {
                     attention += 1;
                 }
             }
-            k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, tokens, normed)?;
+            k.rows_norm(pass, s.h, (s.parts, Parts::Mixed), layer.moe_norm, (tokens, &meetings), normed)?;
             self.record_mixer(index, tokens)?;
-            self.rows_experts(layer, normed, tokens)?;
+            self.rows_experts(layer, (normed, tokens), &meetings)?;
             parts.1 = Parts::Experts;
         }
         // Whatever comes next takes its own norm of the stream.
-        k.rows_norm(pass, s.h, parts, w.norm, tokens, normed)?;
+        k.rows_norm(pass, s.h, parts, w.norm, (tokens, &meetings), normed)?;
         self.record_moe(w.layers.len() - 1, tokens)
     }
 

@@ -59,8 +59,9 @@ pub struct LoadOptions {
     /// Most tokens of a prefill chunk; `None`: 4096, or fewer where their activations would take more than a quarter of the
     /// memory.
     pub max_chunk: Option<usize>,
-    /// The kernels for GPUs that give a block 99 KiB of shared memory, on any GPU: so that one of the others can test them.
-    pub little_shared: bool,
+    /// The kernels for GPUs that give a block so many KiB of shared memory (99, 163 or 227); `None`: those for this one. So that a GPU
+    /// can test what others run.
+    pub shared_kib: Option<usize>,
 }
 
 const DEFAULT_CHUNK: usize = 4096;
@@ -122,9 +123,9 @@ impl CudaBackend {
         if needed > available {
             return Err(Error::OutOfMemory { what: format!("the weights on {}", device.name), needed, available });
         }
-        let little_shared = options.little_shared || compile::little_shared(&compile::arch_name(device.arch));
-        let cubin = compile::cubin(&shape, device.arch, little_shared)?;
-        let kernels = Kernels::load(&device, &shape, little_shared, &cubin)?;
+        let shared_kib = options.shared_kib.unwrap_or_else(|| compile::shared_kib(&compile::arch_name(device.arch)));
+        let cubin = compile::cubin(&shape, device.arch, shared_kib)?;
+        let kernels = Kernels::load(&device, &shape, shared_kib, &cubin)?;
         let weights = plan::load_weights(&device, &kernels, &checkpoint)?;
         let pass = Pass { device: &device, overlap: device.overlaps() };
         let grid = ScratchGrid { parts: kernels.attention_parts(&pass), head: kernels.head_grid(&pass) };

@@ -9,8 +9,8 @@ use crate::device::{Buffer, Device, Event, Pinned, Pointer, unavailable};
 use crate::kernels::delta::DeltaVectors;
 use crate::kernels::moe::MAX_EXPERTS;
 use crate::kernels::norm::Embedding;
-use crate::kernels::rows::{Meetings, ROWS};
-use crate::kernels::{BLOCK4_BYTES, BLOCK8_BYTES, Kernels, Pass, Sizes, Source, TILE_ROWS, blocks};
+use crate::kernels::rows::{Meetings, ROWS, RowImage};
+use crate::kernels::{BLOCK4_BYTES, BLOCK8_BYTES, FixedRows, Kernels, Pass, Sizes, Source, TILE_ROWS, blocks};
 
 /// Weights on the device.
 pub(crate) struct DeviceWeights {
@@ -477,10 +477,13 @@ scratch! {
     /// Router logits `[tokens, router rows]`.
     router: |s: S<'_>, tokens, _| 4 * tokens * s.router_rows;
     /// Fixed-point inputs of the widest linear.
-    fixed: |s: S<'_>, tokens, _| crate::kernels::FixedRows::bytes(tokens, s.hidden.max(s.value_width).max(s.query_width));
+    fixed: |s: S<'_>, tokens, _| {
+        let widest = s.hidden.max(s.value_width).max(s.query_width);
+        FixedRows::bytes(tokens, widest).max(RowImage::bytes(widest))
+    };
     /// Fixed-point inner values of the experts.
     fixed_inner: |s: S<'_>, tokens, _| {
-        crate::kernels::FixedRows::bytes(tokens * s.top_k, s.expert_width).max(crate::kernels::FixedRows::bytes(tokens, s.shared_width))
+        FixedRows::bytes(tokens * s.top_k, s.expert_width).max(FixedRows::bytes(tokens, s.shared_width))
     };
     /// Delta heads by the chunk, before the recurrence.
     related: |s: S<'_>, tokens, _| crate::kernels::delta::related_bytes(s, tokens);

@@ -126,7 +126,6 @@ impl State {
             kv: self.kv.pointer(),
             conv: self.recurrent.pointer(),
             delta: self.recurrent.pointer().at(self.conv_bytes),
-            updates: self.recurrent.pointer().at(self.conv_bytes + self.delta_bytes),
             tokens: self.words.pointer(),
             sampled: self.sampled_word(),
             capacity: self.capacity as u32,
@@ -145,9 +144,9 @@ impl State {
             frequency: 0.0,
             biases: 0,
             greedy: 0,
-            applied: self.applied as u32,
-            unused: 0,
             seed: 0,
+            updates: self.recurrent.pointer().at(self.conv_bytes + self.delta_bytes),
+            applied: self.applied as u64,
         }
     }
 

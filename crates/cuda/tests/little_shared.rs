@@ -1,4 +1,4 @@
-//! The kernels for GPUs that give a block 99 KiB of shared memory: the bits of the others, on any GPU.
+//! The kernels for GPUs that give a block less shared memory than this one: its bits, on any GPU.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use lily_model::{Checkpoint, Shape};
 const NOISE: usize = 30_001;
 const CONTEXT: usize = NOISE + 64;
 
-/// Logits of four tokens of each of `sessions` sessions, step by step together, behind `noise` tokens of noise.
-fn logits(checkpoint: &Arc<Checkpoint>, little_shared: bool, sessions: usize, noise: usize) -> Vec<u32> {
+/// Logits of some tokens of each of `sessions` sessions, step by step together, behind `noise` tokens of noise.
+fn logits(checkpoint: &Arc<Checkpoint>, shared_kib: Option<usize>, sessions: usize, noise: usize) -> Vec<u32> {
     let options =
-        LoadOptions { max_context: Some(CONTEXT), max_chunk: Some(128), little_shared, ..LoadOptions::default() };
+        LoadOptions { max_context: Some(CONTEXT), max_chunk: Some(128), shared_kib, ..LoadOptions::default() };
     let mut backend = CudaBackend::load(Arc::clone(checkpoint), &options).expect("loaded");
     let vocab = backend.caps().vocab;
     let states: Vec<StateId> = (0..sessions).map(|_| backend.new_state(CONTEXT).expect("a state")).collect();
@@ -23,7 +23,7 @@ fn logits(checkpoint: &Arc<Checkpoint>, little_shared: bool, sessions: usize, no
         backend.feed_noise(*state, &vec![1; noise + index], 9).expect("noise");
     }
     let mut bits = Vec::new();
-    for step in 0..4 {
+    for step in 0..5 {
         let ids = Generator::new(step).ids(sessions, vocab);
         let row = |(state, id): (&StateId, u32)| Row {
             state: *state,
@@ -43,9 +43,10 @@ fn logits(checkpoint: &Arc<Checkpoint>, little_shared: bool, sessions: usize, no
 fn assert_same_bits(shape: &Shape, noise: usize) {
     let source = lily_synth::in_memory("random weights", shape, 5).expect("weights");
     let checkpoint = Arc::new(Checkpoint::load(source).expect("a checkpoint"));
-    for sessions in [1, 5] {
-        let [little, other] = [true, false].map(|little| logits(&checkpoint, little, sessions, noise));
-        assert!(little == other, "{sessions} sessions behind {noise} tokens: logits differ");
+    for sessions in [1, 3, 5, 16] {
+        let [own, most, least] = [None, Some(163), Some(99)].map(|kib| logits(&checkpoint, kib, sessions, noise));
+        assert!(most == own, "{sessions} sessions behind {noise} tokens, 163 KiB: logits differ");
+        assert!(least == own, "{sessions} sessions behind {noise} tokens, 99 KiB: logits differ");
     }
 }
 

@@ -4,7 +4,8 @@ use lily_backend::Result;
 use lily_model::Shape;
 
 use super::gemm::WIDE_ARCH;
-use super::{FixedRows, Kernels, Pass, Sizes, arguments};
+use super::rows::RowImage;
+use super::{Kernels, Pass, Sizes, arguments};
 use crate::device::{Function, Module, Pointer};
 
 /// Tokens of keys and values of [`Kernels::attend_many`] in shared memory at a time.
@@ -22,7 +23,7 @@ const ATTEND_WARPS: usize = 8;
 /// heads, four numbers apart.
 pub(super) fn shared_of_one(s: &Sizes) -> usize {
     let outputs = 8 * (Shape::HEAD_DIM + 4) * 4;
-    ATTEND_WARPS * (TILE_BYTES / 2 / (1 + s.little_shared)).max(outputs)
+    ATTEND_WARPS * (TILE_BYTES / 2 / (1 + usize::from(s.little_shared()))).max(outputs)
 }
 
 /// Tiles of 64 keys and as many values; for each warpgroup 64 rows of queries in two halves; and room to begin at a multiple of 1024.
@@ -85,7 +86,7 @@ impl Kernels {
         (runs, rows): (Pointer, usize),
         projected: Pointer,
         (sums, values): (Pointer, Pointer),
-        out: FixedRows,
+        out: RowImage,
     ) -> Result<()> {
         let (parts, grid) = (self.attention_parts(pass) as i32, (self.sizes.query_heads, rows));
         pass.launch(self.rows_attend_combine, grid, 256, arguments![runs, parts, projected, sums, values, out])

@@ -12,6 +12,7 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, per_sm) extern "C" __global__ void __launch_bounds__(threads, per_sm)
 
+constexpr bool LITTLE_SHARED = SHARED_KIB < 163;   // then some kernels do with less
 constexpr int HEAD = 256;        // width of an attention head
 constexpr int ROTARY = 64;       // its leading dimensions that RoPE turns
 constexpr int DELTA_HEAD = 128;  // width of a delta head
@@ -43,7 +44,6 @@ struct Run {
     u16* kv;        // keys of all attention layers [layer, kv head, capacity, 256], then as many values; BF16
     float* conv;    // [delta layer, 4, conv width]: raw inputs of position p in slot p % 4
     float* delta;   // [delta layer, value head, 128 (value), 128 (key)]
-    Update* updates;   // [delta layer, value head, KEPT]: what is still to be applied to `delta`
     u32* tokens;    // [capacity], ids fed so far
     u32* sampled;   // the id that the state's last step sampled
     u32 capacity;
@@ -55,9 +55,9 @@ struct Run {
     float temperature, top_p, min_p, repetition, presence, frequency;
     u32 biases;     // number of them
     u32 greedy;     // whether the raw logits decide alone
-    u32 applied;    // tokens from the first on that are all in `delta`
-    u32 unused;     // so that the next one begins at a whole 8 bytes
     u64 seed;
+    Update* updates;   // [delta layer, value head, KEPT]: what is still to be applied to `delta`
+    u64 applied;    // tokens from the first on that are all in `delta`
 };
 constexpr u32 FROM_STATE = 0xffffffffu;
 

@@ -23,17 +23,17 @@ DEVICE float* history_slot(float* conv, int layer, u32 position) {
 // time they have read it. The state has the bits that it has when every token writes it. Heads take turns.
 DEVICE bool writes_state(u32 position, int head) { return (position + head) % (KEPT + 1) == KEPT; }
 // How many updates are kept of a head when the token of `position` comes; that of a position lies in slot position % KEPT.
-DEVICE u32 updates_kept(u32 position, u32 applied, int head) { return min(position - applied, (position + head) % (KEPT + 1)); }
+DEVICE u32 updates_kept(u32 position, u64 applied, int head) { return min(position - (u32)applied, (position + head) % (KEPT + 1)); }
 
 DEVICE void update(float4& s, float decay, float e, float4 k) {
     s.x = __fmaf_rn(s.x, decay, __fmul_rn(e, k.x)), s.y = __fmaf_rn(s.y, decay, __fmul_rn(e, k.y));
     s.z = __fmaf_rn(s.z, decay, __fmul_rn(e, k.z)), s.w = __fmaf_rn(s.w, decay, __fmul_rn(e, k.w));
 }
 // Applies a kept update to rows row, row + 32, ... of a state, of which a lane has 4 columns from 4 lane16 and from 64 + 4 lane16 on.
-template <int SLICES> DEVICE void apply(const Update& kept, float4 (&s)[SLICES][2], int row, int lane16) {
+DEVICE void apply(const Update& kept, float4 (&s)[4][2], int row, int lane16) {
     const float4 k0 = *(const float4*)(kept.k + 4 * lane16), k1 = *(const float4*)(kept.k + 64 + 4 * lane16);
 #pragma unroll
-    for (int p = 0; p < SLICES; p++) {
+    for (int p = 0; p < 4; p++) {
         const float e = kept.e[p * 32 + row];
         update(s[p][0], kept.decay, e, k0), update(s[p][1], kept.decay, e, k1);
     }
@@ -52,58 +52,74 @@ KERNEL(512, 2) apply_updates(const Run* run) {
     for (int p = 0; p < 4; p++)
 #pragma unroll
         for (int i = 0; i < 2; i++) s[p][i] = load_cg(state + p * 8 * DELTA_HEAD + 16 * i);
-    for (u32 i = kept; i > 0; i--) apply<4>(run->updates[at * KEPT + (position - i) % KEPT], s, row, lane16);
+    for (u32 i = kept; i > 0; i--) apply(run->updates[at * KEPT + (position - i) % KEPT], s, row, lane16);
 #pragma unroll
     for (int p = 0; p < 4; p++)
 #pragma unroll
         for (int i = 0; i < 2; i++) state[p * 8 * DELTA_HEAD + 16 * i] = s[p][i];
 }
 
-// ---- One token of a row: SLICES slices of 32 rows of a value head's state, from `slice` on. 512 threads, 16 lanes a row.
+// A lane's part of a row of S k and of S q.
+DEVICE float2 products(const float4 (&s)[2], const float4 (&k)[2], const float4 (&q)[2]) {
+    float sk = 0.0f, sq = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        sk += s[i].x * k[i].x + s[i].y * k[i].y + s[i].z * k[i].z + s[i].w * k[i].w;
+        sq += s[i].x * q[i].x + s[i].y * q[i].y + s[i].z * q[i].z + s[i].w * q[i].w;
+    }
+    return make_float2(sk, sq);
+}
+// A lane's part of q or k, times the scale.
+DEVICE void load_scaled(float4 (&to)[2], const float* from, float scale, int lane16) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        to[i] = *(const float4*)(from + 64 * i + 4 * lane16);
+        to[i].x *= scale, to[i].y *= scale, to[i].z *= scale, to[i].w *= scale;
+    }
+}
+DEVICE float dot(const float4 (&k)[2], const float4 (&q)[2]) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) sum += k[i].x * q[i].x + k[i].y * q[i].y + k[i].z * q[i].z + k[i].w * q[i].w;
+    return sum_lanes<16>(sum);
+}
+// Of q and k, from the sums of squares of their four parts.
+DEVICE float query_scale(const float* sums) {
+    return inverse_root(sums[0] + sums[1] + sums[2] + sums[3] + UNIT_EPS) * inverse_root((float)DELTA_HEAD);
+}
+DEVICE float key_scale(const float* sums) { return inverse_root(sums[0] + sums[1] + sums[2] + sums[3] + UNIT_EPS); }
+
+// ---- The step's one row, four CTAs a head, each of which has a slice of 32 rows of its state; 512 threads, 16 lanes a row.
 // In: projected [PROJ_DELTA], taps [CONV_WIDTH, 4], rates = exp(A_log), dt_bias [VALUE_HEADS], norm [128].
-// `finish(i, value, square)`: output i of the slices is value = o * norm * silu(z), without the norm's scale; square is the sum of
-// squares of its slice. Whole warps of the first 32 SLICES threads call it.
-// KEEPS: the state, which is a whole head's, may have updates to apply, and is written when it is the head's turn.
-// Bytes moved: the state read, 16 KB a slice, and where it is written as many.
-template <int SLICES, bool KEEPS, class Finish>
-DEVICE void step_of_head(const Run* run, int layer, int head, int slice, const float* projected, const float4* taps, const float* rates,
-                         const float* dt_bias, const float* norm, Finish finish) {
-    __shared__ float qs[DELTA_HEAD], ks[DELTA_HEAD], vs[32 * SLICES], sums[8], gates[2], outputs[32 * SLICES];
-    __shared__ __align__(16) Update kept[KEEPS ? KEPT : 1];
-    __shared__ Update* own_update;   // where this token's goes, or nowhere because the state is written
+// Out: out [VALUE_WIDTH], o * norm * silu(z) without the norm's scale, and squares [VALUE_HEADS, 4], of o in each slice.
+// Bytes moved: the state read and written, 2 x 16 KB a slice.
+// Two CTAs have room on a processor, one of this kernel and one of a neighbour: see `gemv.rs`.
+KERNEL(512, 2)
+delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
+           const float* norm, float* out, float* squares) {
+    const int head = blockIdx.x >> 2, slice = blockIdx.x & 3;
+    launch_dependents();
+    if (head >= VALUE_HEADS) return wait_for_inputs();
+    __shared__ float qs[DELTA_HEAD], ks[DELTA_HEAD], vs[32], sums[8], gates[2], outputs[32];
     const int key_head = head / VALUES_PER_KEY, first = head * DELTA_HEAD + slice * 32;   // of the values
     const int tid = threadIdx.x, row = tid >> 4, lane16 = tid & 15, lane = tid & 31;
     // What the token before left is there: a whole pass of kernels lies between.
     float* state = run->delta + ((u64)layer * VALUE_WIDTH + first + row) * DELTA_HEAD;
-    float4 s[SLICES][2];
+    float4 s[2];
 #pragma unroll
-    for (int p = 0; p < SLICES; p++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) s[p][i] = load_cg((const float4*)(state + p * 32 * DELTA_HEAD) + 16 * i + lane16);
+    for (int i = 0; i < 2; i++) s[i] = load_cg((const float4*)state + 16 * i + lane16);
     const u32 position = run->position;
-    u32 behind = 0;
-    if (KEEPS) {
-        constexpr int PIECES = sizeof(Update) / 16;
-        static_assert(KEPT * PIECES <= 512);
-        Update* updates = run->updates + ((u64)layer * VALUE_HEADS + head) * KEPT;
-        behind = updates_kept(position, run->applied, head);
-        // The oldest first.
-        const int i = tid / PIECES, piece = tid % PIECES;
-        if (i < behind) copy16((uint4*)(kept + i) + piece, (const uint4*)(updates + (position - behind + i) % KEPT) + piece);
-        copy_commit();
-        if (tid == 0) own_update = writes_state(position, head) ? nullptr : updates + position % KEPT;
-    }
     int channel = -1;
     bool owner = true;
     if (tid < 2 * DELTA_HEAD) {
         channel = (tid >= DELTA_HEAD ? KEY_WIDTH : 0) + key_head * DELTA_HEAD + tid % DELTA_HEAD;
         owner = slice == 0 && head % VALUES_PER_KEY == 0;
-    } else if (tid < 2 * DELTA_HEAD + 32 * SLICES) {
+    } else if (tid < 2 * DELTA_HEAD + 32) {
         channel = 2 * KEY_WIDTH + first + tid - 2 * DELTA_HEAD;
     }
     const float rate = __ldg(rates + head), bias = __ldg(dt_bias + head);
     float norm_weight = 0.0f, z = 0.0f;
-    if (tid < 32 * SLICES) norm_weight = __ldg(norm + slice * 32 + tid);
+    if (tid < 32) norm_weight = __ldg(norm + slice * 32 + tid);
     float u[3];
     float4 tap;
     if (channel >= 0) {
@@ -112,7 +128,7 @@ DEVICE void step_of_head(const Run* run, int layer, int head, int slice, const f
         tap = __ldg(taps + channel);
     }
     wait_for_inputs();
-    if (tid < 32 * SLICES) z = load_cg(projected + PROJ_Z + first + tid);
+    if (tid < 32) z = load_cg(projected + PROJ_Z + first + tid);
     if (channel >= 0) {
         const float input = load_cg(projected + channel);
         const float y = convolve(u[0], u[1], u[2], input, tap);
@@ -129,69 +145,23 @@ DEVICE void step_of_head(const Run* run, int layer, int head, int slice, const f
         gates[0] = decay_of(load_cg(projected + PROJ_A + head), rate, bias);
         gates[1] = sigmoid(load_cg(projected + PROJ_B + head));
     }
-    if (KEEPS) copy_wait<0>();
     __syncthreads();
-    if (KEEPS) {
-#pragma unroll 1
-        for (u32 i = 0; i < behind; i++) apply<SLICES>(kept[i], s, row, lane16);
-    }
-    Update* const keep = KEEPS ? own_update : nullptr;
-    const float q_scale = inverse_root(sums[0] + sums[1] + sums[2] + sums[3] + UNIT_EPS) * inverse_root((float)DELTA_HEAD);
-    const float k_scale = inverse_root(sums[4] + sums[5] + sums[6] + sums[7] + UNIT_EPS);
-    const float decay = gates[0];
+    const float q_scale = query_scale(sums), k_scale = key_scale(sums + 4), decay = gates[0];
     float4 k[2], q[2];
-    float kq = 0.0f;
+    load_scaled(k, ks, k_scale, lane16), load_scaled(q, qs, q_scale, lane16);
+    const float kq = dot(k, q);
+    const float2 own = products(s, k, q);
+    const float sk = sum_lanes<16>(own.x), sq = sum_lanes<16>(own.y), e = gates[1] * (vs[row] - decay * sk);
+    if (lane16 == 0) outputs[row] = __fmaf_rn(decay, sq, __fmul_rn(e, kq));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        k[i] = *(const float4*)(ks + 64 * i + 4 * lane16);
-        q[i] = *(const float4*)(qs + 64 * i + 4 * lane16);
-        k[i].x *= k_scale, k[i].y *= k_scale, k[i].z *= k_scale, k[i].w *= k_scale;
-        q[i].x *= q_scale, q[i].y *= q_scale, q[i].z *= q_scale, q[i].w *= q_scale;
-        kq += k[i].x * q[i].x + k[i].y * q[i].y + k[i].z * q[i].z + k[i].w * q[i].w;
-    }
-    kq = sum_lanes<16>(kq);
-#pragma unroll
-    for (int p = 0; p < SLICES; p++) {
-        float sk = 0.0f, sq = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            sk += s[p][i].x * k[i].x + s[p][i].y * k[i].y + s[p][i].z * k[i].z + s[p][i].w * k[i].w;
-            sq += s[p][i].x * q[i].x + s[p][i].y * q[i].y + s[p][i].z * q[i].z + s[p][i].w * q[i].w;
-        }
-        sk = sum_lanes<16>(sk), sq = sum_lanes<16>(sq);
-        const float e = gates[1] * (vs[p * 32 + row] - decay * sk);
-        if (lane16 == 0) outputs[p * 32 + row] = __fmaf_rn(decay, sq, __fmul_rn(e, kq));
-        if (!keep) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                update(s[p][i], decay, e, k[i]);
-                ((float4*)(state + p * 32 * DELTA_HEAD))[16 * i + lane16] = s[p][i];
-            }
-        } else if (lane16 == 0) {
-            keep->e[p * 32 + row] = e;
-        }
-    }
-    if (keep && row == 0) {
-        ((float4*)keep->k)[lane16] = k[0], ((float4*)keep->k)[16 + lane16] = k[1];
-        if (lane16 == 0) keep->decay = decay;
+        update(s[i], decay, e, k[i]);
+        ((float4*)state)[16 * i + lane16] = s[i];
     }
     __syncthreads();
-    if (tid < 32 * SLICES) {
-        const float o = outputs[tid];
-        finish(tid, o * norm_weight * silu(z), sum_lanes<32>(o * o));
+    if (tid < 32) {
+        const float o = outputs[tid], square = sum_lanes<32>(o * o);
+        out[first + tid] = o * norm_weight * silu(z);
+        if (tid == 0) squares[head * 4 + slice] = square;
     }
-}
-
-// The step's one row, four CTAs a head: out [VALUE_WIDTH] and squares [VALUE_HEADS, 4].
-// Two CTAs have room on a processor, one of this kernel and one of a neighbour: see `gemv.rs`.
-KERNEL(512, 2)
-delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
-           const float* norm, float* out, float* squares) {
-    const int head = blockIdx.x >> 2, slice = blockIdx.x & 3;
-    launch_dependents();
-    if (head >= VALUE_HEADS) return wait_for_inputs();
-    step_of_head<1, false>(run, layer, head, slice, projected, taps, rates, dt_bias, norm, [&](int i, float value, float square) {
-        out[head * DELTA_HEAD + slice * 32 + i] = value;
-        if (i == 0) squares[head * 4 + slice] = square;
-    });
 }

@@ -2,7 +2,8 @@
 
 use lily_backend::Result;
 
-use super::{BLOCK_INPUTS, FixedRows, Kernels, Pass, Sizes, arguments};
+use super::rows::RowImage;
+use super::{Kernels, Pass, Sizes, arguments};
 use crate::device::Pointer;
 
 /// CTAs that share a value head.
@@ -25,6 +26,11 @@ pub(super) fn shared_of_relate(s: &Sizes) -> usize {
 /// A ring of pieces and whether they are there, sums of eight warps, and operands of two groups of them.
 pub(super) fn shared_of_scan(_: &Sizes) -> usize {
     SCAN_SLOTS * PIECE + 32 + 8 * 6 * 512 + 2 * 4 * 4 * 512
+}
+
+/// The state of a value head, of those of a key head that are not the first.
+pub(super) fn shared_of_rows(s: &Sizes) -> usize {
+    if s.value_heads > s.key_heads { 4 * 128 * 128 } else { 0 }
 }
 
 /// Bytes of the updates that a state keeps of one head: see `KEPT` and `Update`.
@@ -72,11 +78,11 @@ impl Kernels {
         (runs, layer, rows): (Pointer, usize, usize),
         projected: Pointer,
         v: &DeltaVectors,
-        out: FixedRows,
+        out: RowImage,
     ) -> Result<()> {
         let layer = layer as i32;
         let arguments = arguments![runs, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out];
-        pass.launch(self.rows_delta_step, (self.sizes.value_heads, rows), 512, arguments)
+        pass.launch(self.rows_delta_step, (self.sizes.key_heads, rows), 512, arguments)
     }
 
     /// Applies what is kept of a state's updates, in all `layers` delta layers.
@@ -123,9 +129,8 @@ impl Kernels {
         (o, tokens): (Pointer, usize),
         projected: Pointer,
         norm: Pointer,
-        out: FixedRows,
+        out: RowImage,
     ) -> Result<()> {
-        let grid = (tokens * out.width as usize / BLOCK_INPUTS, 1);
-        pass.launch(self.few_delta_norm, grid, 32, arguments![o, projected, norm, out])
+        pass.launch(self.few_delta_norm, out.grid(tokens), 32, arguments![o, projected, norm, out])
     }
 }

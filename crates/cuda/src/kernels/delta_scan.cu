@@ -223,9 +223,9 @@ delta_scan(const Run* run, int layer, const float* projected, const char* relate
 
 // ---- The gated norm of a delta layer for up to ROWS tokens, rounded to fixed point as the kernels of rows.cu take it. A warp has a block
 // of a token. In: o [tokens, VALUE_WIDTH], z in projected. Reference: lily_reference::ops::gated_norm.
-KERNEL(32, 16) few_delta_norm(const float* o, const float* projected, const float* norm, FixedRows out) {
-    const int lane = threadIdx.x, blocks = out.width / BLOCK_INPUTS;
-    const int row = blockIdx.x / blocks, block = blockIdx.x % blocks, k = lane_start(block, lane);
+KERNEL(32, 16) few_delta_norm(const float* o, const float* projected, const float* norm, RowImage out) {
+    const int lane = threadIdx.x, row = blockIdx.x / out.blocks, block = blockIdx.x % out.blocks;
+    const int k = lane_start(block, lane);
     launch_dependents();
     wait_for_inputs();
     float v[8] = {};
@@ -246,5 +246,5 @@ KERNEL(32, 16) few_delta_norm(const float* o, const float* projected, const floa
         for (int i = 0; i < 8; i++) v[i] *= scale * w[i] * silu(z[i]);
     }
     __syncwarp();
-    store_lane(out, row, block * BLOCK_INPUTS, fix_lane(v, lane), lane);
+    store_lane(out.block(row, block), fix_lane(v, lane), lane, lane >> 3);
 }

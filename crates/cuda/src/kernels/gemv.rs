@@ -12,7 +12,7 @@ const THREADS: usize = 32 * WARPS;
 const SLOTS: usize = 2;
 /// The same of [`Kernels::norm_project`].
 fn project_slots(s: &Sizes) -> usize {
-    3 - s.little_shared
+    3 - usize::from(s.little_shared())
 }
 
 /// Dynamic shared memory of these kernels: slots, of which one of an 8-bit block is smaller than two of 4-bit ones.

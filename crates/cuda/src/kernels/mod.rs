@@ -113,12 +113,12 @@ sizes! {
     router_rows = "ROUTER_ROWS";
     router_tiles = "ROUTER_TILES";
     vocab_tiles = "VOCAB_TILES";
-    /// 1 where a block of threads has 99 KiB of shared memory, else 0.
-    little_shared = "LITTLE_SHARED";
+    /// Shared memory that a block of threads has: 99, 163 or 227 KiB.
+    shared_kib = "SHARED_KIB";
 }
 
 impl Sizes {
-    pub(crate) fn new(s: &Shape, little_shared: bool) -> Sizes {
+    pub(crate) fn new(s: &Shape, shared_kib: usize) -> Sizes {
         let tiled = |rows: usize| rows.next_multiple_of(TILE_ROWS);
         let (conv_width, value_width) = (s.conv_width(), s.delta_value_width());
         let projected_b = conv_width + value_width;
@@ -152,8 +152,13 @@ impl Sizes {
             router_rows: shared_gate + TILE_ROWS,
             router_tiles: (shared_gate + TILE_ROWS) / TILE_ROWS,
             vocab_tiles: tiled(s.vocab) / TILE_ROWS,
-            little_shared: little_shared.into(),
+            shared_kib,
         }
+    }
+
+    /// Whether shared memory is so little that some kernels do with less.
+    pub(crate) fn little_shared(&self) -> bool {
+        self.shared_kib < 163
     }
 
     /// Blocks of the down projections of a token's experts as one linear.
@@ -199,8 +204,8 @@ macro_rules! kernels {
             }
 
             /// Finds every kernel in a cubin.
-            pub(crate) fn load(device: &Device, shape: &Shape, little_shared: bool, cubin: &[u8]) -> Result<Kernels> {
-                let (module, sizes) = (device.module(cubin)?, Sizes::new(shape, little_shared));
+            pub(crate) fn load(device: &Device, shape: &Shape, shared_kib: usize, cubin: &[u8]) -> Result<Kernels> {
+                let (module, sizes) = (device.module(cubin)?, Sizes::new(shape, shared_kib));
                 $(let shared = ($shared)(&sizes) as u32; let $name = (module.function(stringify!($name), shared)?, shared);)+
                 let wide = gemm::Wide::load(&module, device.arch)?;
                 let alone = gemv::Alone::load(&module, &sizes, device.arch)?;
@@ -219,7 +224,7 @@ kernels! {
     plain_read: NONE;
     embed: NONE;
     delta_step: NONE;
-    rows_delta_step: NONE;
+    rows_delta_step: delta::shared_of_rows;
     apply_updates: NONE;
     attend: attention::shared_of_one;
     attend_combine: NONE;
@@ -254,9 +259,8 @@ kernels! {
     rows_delta_output: rows::shared;
     rows_attention_output: rows::shared;
     rows_route_and_share: rows::shared;
-    rows_choose: NONE;
-    rows_up: rows::shared_of_experts;
-    rows_down: rows::shared_of_experts;
+    rows_up: rows::shared_of_up;
+    rows_down: rows::shared_of_down;
     rows_head: rows::shared;
     pick_best: NONE;
     sample_begin: NONE;
@@ -328,7 +332,6 @@ pub(crate) struct Run {
     pub(crate) kv: Pointer,
     pub(crate) conv: Pointer,
     pub(crate) delta: Pointer,
-    pub(crate) updates: Pointer,
     pub(crate) tokens: Pointer,
     pub(crate) sampled: Pointer,
     pub(crate) capacity: u32,
@@ -348,10 +351,10 @@ pub(crate) struct Run {
     pub(crate) biases: u32,
     /// Whether the raw logits decide alone.
     pub(crate) greedy: u32,
-    /// Tokens from the first on that are all in `delta`.
-    pub(crate) applied: u32,
-    pub(crate) unused: u32,
     pub(crate) seed: u64,
+    pub(crate) updates: Pointer,
+    /// Tokens from the first on that are all in `delta`.
+    pub(crate) applied: u64,
 }
 
 impl Run {
@@ -371,5 +374,5 @@ impl Run {
     }
 }
 
-// Six addresses, eighteen words, a seed.
-const _: () = assert!(size_of::<Run>() == 6 * 8 + 18 * 4 + 8);
+// Six addresses, sixteen words, a seed and a number of tokens.
+const _: () = assert!(size_of::<Run>() == 6 * 8 + 16 * 4 + 2 * 8);

@@ -2,25 +2,29 @@
 //
 // A row's arithmetic is that of gemv.cu, group by group and block by block. What differs is the place of numbers: inputs are rounded to
 // fixed point where they are made; in mma columns 2r and 2r + 1 stand high and low bytes of row r of four rows, a quad, and a
-// group's sums are taken on their own. A CTA takes tiles as in gemv.cu, by 8 warps, each of which keeps the inputs of its block in registers. (Two
-// warps for a block with half of the rows each are slower: both decode the weights.)
+// group's sums are taken on their own. A CTA has the inputs of all rows in shared memory, where its teams of 8 warps take them from; a team
+// takes tiles as a CTA does in gemv.cu.
 // Experts: rows that chose one are put together by four; the lists are made on the device.
 // Bytes moved: the weights once, of experts those of every one that some row chose.
 
 constexpr int ROWS = 16;      // most rows
 static_assert(ROWS < 32, "attend has a lane for each, and one behind them");
-constexpr int ROW_WARPS = 8;
-constexpr int ROW_THREADS = ROW_WARPS * 32;
-constexpr int ROW_SLOTS4 = 3, ROW_SLOTS8 = 2;   // blocks that a warp has on the way
-constexpr int ROW_SLOT_BYTES = ROW_WARPS * ROW_SLOTS8 * BLOCK8;
-static_assert(ROW_SLOTS4 * BLOCK4 <= ROW_SLOTS8 * BLOCK8, "slots of either kind have the same room");
-// CTAs that have room beside each other.
+constexpr int TEAM_WARPS = 8, TEAM_THREADS = TEAM_WARPS * 32;
+constexpr int TEAMS = LITTLE_SHARED ? 1 : 2;
+constexpr int ROW_THREADS = TEAMS * TEAM_THREADS;
+constexpr int ROW_SLOTS = SHARED_KIB >= 227 ? 3 : LITTLE_SHARED ? 1 : 2;   // blocks of 4 bits that a warp has on the way
+constexpr int DOWN_SLOTS = 3;                                              // the same of the down projections
+constexpr int ROW_SLOT_BYTES = TEAMS * TEAM_WARPS * ROW_SLOTS * BLOCK4;
+// CTAs of the down projections that have room beside each other.
 #if __CUDA_ARCH__ >= 900
 #define ROW_CTAS 2
 #else
 #define ROW_CTAS 1
 #endif
 constexpr int SHARES = TOP_K + 1;   // what a row adds up: experts, and the shared one
+
+DEVICE int team() { return threadIdx.x / TEAM_THREADS; }
+DEVICE void team_meets() { meet(1 + team(), TEAM_THREADS); }
 
 // Up to four rows that meet an expert. A pair is row * SHARES + i for a row's i-th choice.
 struct Meeting {
@@ -30,22 +34,40 @@ struct Meeting {
 };
 constexpr int MEETINGS = ROWS * TOP_K;
 
-// ---- Rounding to fixed point: groups of a row from input `first` on, 8 lanes each; the layout is that of store_fixed.
-DEVICE void store_lane(const FixedRows& out, int row, int first, const FixedLane& own, int lane) {
-    u8* plane = lane >> 2 & 1 ? out.low : out.high;
-    const u64 at = (u64)row * out.width + first + (lane >> 3) * GROUP;
-    *(uint4*)(plane + at + (lane & 3) * 16) = make_uint4(own.words[0], own.words[1], own.words[2], own.words[3]);
-    if ((lane & 7) == 0) out.groups[at / GROUP] = make_float2(own.scale, own.sum);
+// ---- Rows of inputs as they lie in shared memory, and in device memory to be copied from there.
+//
+// A block of a row: high bytes of its 4 groups; low bytes, of groups 1, 0, 3, 2, so that a group's high and low bytes lie in different
+// banks; scale and sum of each group. A row: its blocks, and 16 bytes that keep rows apart in the banks. An image: ROWS such rows, in parts
+// that some CTA each needs alone: of two parts the first has the even blocks.
+constexpr int ROW_BLOCK = 2 * BLOCK_INPUTS + 4 * 8;
+DEVICE constexpr int row_stride(int blocks) { return blocks * ROW_BLOCK + 16; }
+struct RowImage {
+    u8* at;
+    int blocks, parts;
+
+    DEVICE u8* block(int row, int block) const {
+        const int stride = row_stride((blocks + parts - 1) / parts);
+        return at + (block % parts * ROWS + row) * stride + block / parts * ROW_BLOCK;
+    }
+};
+
+// A lane's part of a block, to where the block lies.
+DEVICE void store_lane(u8* block, const FixedLane& own, int lane, int group) {
+    u8* const to = lane >> 2 & 1 ? block + BLOCK_INPUTS + (group ^ 1) * GROUP : block + group * GROUP;
+    *(uint4*)(to + (lane & 3) * 16) = make_uint4(own.words[0], own.words[1], own.words[2], own.words[3]);
+    if ((lane & 7) == 0) ((float2*)(block + 2 * BLOCK_INPUTS))[group] = make_float2(own.scale, own.sum);
 }
 
-// Groups of a row that lie in shared memory, times `scale`, and nothing in those behind them up to `stored`; one warp.
-DEVICE void fix_groups(const FixedRows& out, int row, int first, const float* values, float scale, int groups, int stored, int lane) {
+// Groups of a row from group `first` on that lie in shared memory, times `scale`, and nothing in those behind them up to `stored`; one
+// warp.
+DEVICE void fix_groups(const RowImage& out, int row, int first, const float* values, float scale, int groups, int stored, int lane) {
     const bool there = lane < 8 * groups;
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] = there ? values[lane_start(0, lane) + i % 4 + i / 4 * 16] * scale : 0.0f;
     const FixedLane own = fix_lane(v, lane);
-    if (lane < 8 * stored) store_lane(out, row, first, own, lane);
+    const int group = first + (lane >> 3);
+    if (lane < 8 * stored) store_lane(out.block(row, group / 4), own, lane, group % 4);
 }
 
 // Sums of `count` parts [HIDDEN] that lie one after the other, at k .. k + 3: even ones, odd ones, and both, as in gemv.cu.
@@ -62,15 +84,17 @@ template <int COUNT> DEVICE float4 add_parts(const float* parts, int k) {
 
 // Adds to h what lies in `parts`: NOTHING; MIXED [rows, 2, HIDDEN] by an output projection; EXPERTS [rows, DOWN_BLOCKS, HIDDEN].
 // Then its norm without the scale, whose sums of squares go to `squares` [rows, HIDDEN_BLOCKS]. A CTA has a block: two warps add, one
-// goes on.
+// goes on. `meeting_count` becomes 0 for what comes behind.
 enum Parts { NOTHING, MIXED, EXPERTS_PARTS };
-KERNEL(64, 8) rows_norm(float* h, const float* parts, int kind, const float* norm, FixedRows out, float* squares) {
+KERNEL(64, 8)
+rows_norm(float* h, const float* parts, int kind, const float* norm, RowImage out, float* squares, u32* meeting_count) {
     __shared__ float stream[BLOCK_INPUTS];
     const int lane = threadIdx.x & 31, row = blockIdx.x / HIDDEN_BLOCKS, block = blockIdx.x % HIDDEN_BLOCKS;
     launch_dependents();
     float v[8], w[8];
     if (threadIdx.x < 32) load_lane(w, norm + lane_start(block, lane));
     wait_for_inputs();
+    if (blockIdx.x == 0 && threadIdx.x == 0) *meeting_count = 0;
     if (threadIdx.x < BLOCK_INPUTS / 4) {
         const int k = block * BLOCK_INPUTS + threadIdx.x * 4;
         float4* to = (float4*)(h + row * HIDDEN + k);
@@ -98,50 +122,186 @@ KERNEL(64, 8) rows_norm(float* h, const float* parts, int kind, const float* nor
         v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
     }
     const float sum = normed(v, w);
-    store_lane(out, row, block * BLOCK_INPUTS, fix_lane(v, lane), lane);
+    store_lane(out.block(row, block), fix_lane(v, lane), lane, lane >> 3);
     if (lane == 0) squares[row * HIDDEN_BLOCKS + block] = sum;
 }
 
-// Rows of `x` [rows, width of `out`] as they are.
-KERNEL(32, 16) rows_fix(const float* x, FixedRows out) {
-    const int lane = threadIdx.x, blocks = out.width / BLOCK_INPUTS;
-    const int row = blockIdx.x / blocks, block = blockIdx.x % blocks;
+// Rows of `x` [rows, 256 blocks] as they are.
+KERNEL(32, 16) rows_fix(const float* x, RowImage out) {
+    const int lane = threadIdx.x, row = blockIdx.x / out.blocks, block = blockIdx.x % out.blocks;
     launch_dependents();
     wait_for_inputs();
     float v[8];
-    load_lane(v, x + (u64)row * out.width + lane_start(block, lane));
-    store_lane(out, row, block * BLOCK_INPUTS, fix_lane(v, lane), lane);
+    load_lane(v, x + (u64)row * out.blocks * BLOCK_INPUTS + lane_start(block, lane));
+    store_lane(out.block(row, block), fix_lane(v, lane), lane, lane >> 3);
 }
 
-// One token of each row through a delta layer, with the gated norm, to out [rows, VALUE_WIDTH]. A CTA for each head, blockIdx.x, and
-// row, blockIdx.y; a whole head's state is on its way before the inputs are waited for. Of four tokens one writes it.
+// Sums over 16 lanes of `own[p]`, x and y, of which each lane gets one: x (lanes below 8) or y of p = lane / 2 % 4. In the order of
+// sum_lanes, with a quarter of its exchanges: a lane gives away what it does not go on with.
+DEVICE float scatter_sums(const float2 (&own)[4], int lane16) {
+    const bool second = lane16 & 8, high = lane16 & 4, odd = lane16 & 2;
+    float four[4], two[2];
+#pragma unroll
+    for (int p = 0; p < 4; p++) four[p] = (second ? own[p].y : own[p].x) + __shfl_xor_sync(FULL, second ? own[p].x : own[p].y, 8);
+#pragma unroll
+    for (int p = 0; p < 2; p++) two[p] = (high ? four[p + 2] : four[p]) + __shfl_xor_sync(FULL, high ? four[p] : four[p + 2], 4);
+    const float one = (odd ? two[1] : two[0]) + __shfl_xor_sync(FULL, odd ? two[0] : two[1], 2);
+    return one + __shfl_xor_sync(FULL, one, 1);
+}
+
+// One token of each row through a delta layer, with the gated norm, to out [rows, VALUE_WIDTH]. A CTA for each key head, blockIdx.x, with
+// its value heads, and row, blockIdx.y; 16 lanes have a row of a state. All states of a pass are on their way before the inputs are waited
+// for: the CTA's first one into registers, the next into shared memory. Of four tokens one writes a head's state, see delta.cu.
+// In: as delta_step. Bytes moved: the state read, 64 KB a head, and where it is written as many.
 KERNEL(512, 2)
-rows_delta_step(const Run* runs, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
-                const float* norm, FixedRows out) {
-    __shared__ float values[DELTA_HEAD], squares[4];
-    const int head = blockIdx.x, row = blockIdx.y, lane = threadIdx.x & 31;
+rows_delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
+                const float* norm, RowImage out) {
+    constexpr int HEADS = VALUES_PER_KEY, CHANNELS = (2 + HEADS) * DELTA_HEAD, ROUNDS = (CHANNELS + 511) / 512;
+    constexpr int PIECES = sizeof(Update) / 16;
+    static_assert(HEADS <= 4 && KEPT * PIECES <= 512);
+    // q, k, and v of each head.
+    __shared__ __align__(16) float convolved[CHANNELS];
+    __shared__ float sums[8], decays[HEADS], betas[HEADS], weights[DELTA_HEAD], gates[HEADS * DELTA_HEAD];
+    __shared__ float outputs[HEADS * DELTA_HEAD], squares[HEADS * 4];
+    __shared__ __align__(16) Update kept[HEADS][KEPT];
+    __shared__ Update* keep[HEADS];   // where this token's go, or nowhere because the state is written
+    const int first = blockIdx.x * HEADS, tid = threadIdx.x, row = tid >> 4, lane16 = tid & 15, lane = tid & 31;
     launch_dependents();
-    projected += row * PROJ_DELTA;
-    step_of_head<4, true>(runs + row, layer, head, 0, projected, taps, rates, dt_bias, norm, [&](int i, float value, float square) {
-        values[i] = value;
-        if (lane == 0) squares[i >> 5] = square;
-    });
+    run += blockIdx.y, projected += blockIdx.y * PROJ_DELTA;
+    // What the token before left is there: a whole pass of kernels lies between.
+    float4* state = (float4*)(run->delta + (((u64)layer * VALUE_HEADS + first) * DELTA_HEAD + row) * DELTA_HEAD) + lane16;
+    constexpr int APART = DELTA_HEAD * DELTA_HEAD / 4;
+    float4 s[4][2];
+#pragma unroll
+    for (int p = 0; p < 4; p++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) s[p][i] = load_cg(state + p * 8 * DELTA_HEAD + 16 * i);
+    const u32 position = run->position, applied = (u32)run->applied;
+#pragma unroll
+    for (int n = 0; n < HEADS; n++) {
+        Update* updates = run->updates + ((u64)layer * VALUE_HEADS + first + n) * KEPT;
+        const u32 behind = updates_kept(position, applied, first + n);
+        // The oldest first.
+        const u32 i = tid / PIECES, piece = tid % PIECES;
+        if (i < behind) copy16((uint4*)(kept[n] + i) + piece, (const uint4*)(updates + (position - behind + i) % KEPT) + piece);
+        if (tid == 0) keep[n] = writes_state(position, first + n) ? nullptr : updates + position % KEPT;
+    }
+    copy_commit();
+    // A thread takes back what it asks for.
+    const u32 ahead = shared_address(dynamic_shared) + tid * 16;
+    auto fetch = [&](int n) {
+        if (n < HEADS)
+#pragma unroll
+            for (int i = 0; i < 8; i++) copy16(ahead + i * 512 * 16, state + n * APART + i / 2 * 8 * DELTA_HEAD + i % 2 * 16);
+        copy_commit();
+    };
+    fetch(1);
+    // A thread's channel of q, k and v, in which CTAs share none.
+    auto channel_of = [&](int i) {
+        const u32 start = i < DELTA_HEAD       ? blockIdx.x * DELTA_HEAD
+                          : i < 2 * DELTA_HEAD ? KEY_WIDTH + (blockIdx.x - 1) * DELTA_HEAD
+                                               : 2 * KEY_WIDTH + (first - 2) * DELTA_HEAD;
+        return start + i;
+    };
+    float u[ROUNDS][3];
+    float4 tap[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++)
+        if (r * 512 + tid < CHANNELS) {
+            const int channel = channel_of(r * 512 + tid);
+#pragma unroll
+            for (int i = 0; i < 3; i++) u[r][i] = load_cg(history_slot(run->conv, layer, position + 1 + i) + channel);
+            tap[r] = __ldg(taps + channel);
+        }
+    if (tid < DELTA_HEAD) weights[tid] = __ldg(norm + tid);
+    wait_for_inputs();
+    if (tid < HEADS * DELTA_HEAD) gates[tid] = silu(load_cg(projected + PROJ_Z + first * DELTA_HEAD + tid));
+    if (tid < HEADS) {
+        decays[tid] = decay_of(load_cg(projected + PROJ_A + first + tid), __ldg(rates + first + tid), __ldg(dt_bias + first + tid));
+        betas[tid] = sigmoid(load_cg(projected + PROJ_B + first + tid));
+    }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++)
+        if (r * 512 + tid < CHANNELS) {
+            const int channel = channel_of(r * 512 + tid);
+            const float input = load_cg(projected + channel);
+            const float y = convolve(u[r][0], u[r][1], u[r][2], input, tap[r]);
+            // Slot position % 4 holds what no token needs any more.
+            history_slot(run->conv, layer, position)[channel] = input;
+            convolved[r * 512 + tid] = y;
+            if (r == 0 && tid < 2 * DELTA_HEAD) {
+                const float sum = sum_lanes<32>(y * y);
+                if (lane == 0) sums[tid >> 5] = sum;
+            }
+        }
+    copy_wait<1>();
     __syncthreads();
-    if (threadIdx.x >= 32) return;
-    const float scale = gated_norm_scale(make_float4(squares[0], squares[1], squares[2], squares[3]));
+#pragma unroll 1
+    for (int n = 0; n < HEADS; n++) {
+        if (n > 0) {
+            copy_wait<0>();
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const uint4 v = load_shared16(ahead + i * 512 * 16);
+                s[i / 2][i % 2] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+            }
+            fetch(n + 1);
+        }
+        for (u32 i = 0; i < updates_kept(position, applied, first + n); i++) apply(kept[n][i], s, row, lane16);
+        float4 k[2], q[2];
+        load_scaled(k, convolved + DELTA_HEAD, key_scale(sums + 4), lane16), load_scaled(q, convolved, query_scale(sums), lane16);
+        const float decay = decays[n];
+        Update* const to = keep[n];
+        const float kq = dot(k, q);
+        float2 own[4];
+#pragma unroll
+        for (int p = 0; p < 4; p++) own[p] = products(s[p], k, q);
+        // S k (lanes below 8) or S q of one of the lane's rows.
+        const float sum = scatter_sums(own, lane16);
+        const int value = lane16 / 2 % 4 * 32 + row;
+        const float e = betas[n] * (convolved[(2 + n) * DELTA_HEAD + value] - decay * sum), other = __shfl_xor_sync(FULL, e, 8);
+        if (lane16 >= 8 && lane16 % 2 == 0) outputs[n * DELTA_HEAD + value] = __fmaf_rn(decay, sum, __fmul_rn(other, kq));
+        if (!to) {
+#pragma unroll
+            for (int p = 0; p < 4; p++) {
+                const float of_row = __shfl_sync(FULL, e, 2 * p, 16);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    update(s[p][i], decay, of_row, k[i]);
+                    state[n * APART + p * 8 * DELTA_HEAD + 16 * i] = s[p][i];
+                }
+            }
+        } else if (lane16 < 8 && lane16 % 2 == 0) {
+            to->e[value] = e;
+        }
+        if (to && row == 0) {
+            ((float4*)to->k)[lane16] = k[0], ((float4*)to->k)[16 + lane16] = k[1];
+            if (lane16 == 0) to->decay = decay;
+        }
+    }
+    __syncthreads();
+    if (tid < HEADS * DELTA_HEAD) {
+        const float o = outputs[tid], square = sum_lanes<32>(o * o);
+        outputs[tid] = o * weights[tid % DELTA_HEAD] * gates[tid];
+        if (lane == 0) squares[tid >> 5] = square;
+    }
+    __syncthreads();
+    const int n = tid >> 5, head = first + n;
+    if (n >= HEADS) return;
+    const float scale = gated_norm_scale(make_float4(squares[4 * n], squares[4 * n + 1], squares[4 * n + 2], squares[4 * n + 3]));
     // The last head may have half a block of nothing behind it.
     const bool pads = VALUE_WIDTH % BLOCK_INPUTS != 0 && head == VALUE_HEADS - 1;
-    fix_groups(out, row, head * DELTA_HEAD, values, scale, 2, pads ? 4 : 2, lane);
+    fix_groups(out, blockIdx.y, head * (DELTA_HEAD / GROUP), outputs + n * DELTA_HEAD, scale, 2, pads ? 4 : 2, lane);
 }
 
 // Attention's parts of every row together, to out [rows, QUERY_WIDTH]. A CTA has a head.
 KERNEL(256, 4)
 rows_attend_combine(const Run* runs, int parts, const float* projected, const float2* part_sums, const float* part_values,
-                    FixedRows out) {
+                    RowImage out) {
     __shared__ float values[HEAD];
     combine_parts<HEAD>(runs, parts, projected, part_sums, part_values, [&](int i, float value) { values[i] = value; });
     __syncthreads();
-    if (threadIdx.x < 32) fix_groups(out, blockIdx.y, blockIdx.x * HEAD, values, 1.0f, HEAD / GROUP, HEAD / GROUP, threadIdx.x);
+    if (threadIdx.x < 32) fix_groups(out, blockIdx.y, blockIdx.x * (HEAD / GROUP), values, 1.0f, HEAD / GROUP, HEAD / GROUP, threadIdx.x);
 }
 
 // The scale of a row's norm, from what rows_norm left.
@@ -159,70 +319,50 @@ DEVICE void row_scales(const float* squares, float* scales, int rows) {
 
 // ---- Blocks times rows.
 
-// A lane's inputs of a block: of row g / 2 of each quad high (g even) or low bytes of the four groups.
-template <int QUADS> struct RowInputs {
-    uint4 bytes[QUADS][4];
+// A lane's inputs of a block in shared memory: of row g / 2 of each quad high (g even) or low bytes of the four groups; scales and sums of
+// row t. Quads lie APART bytes behind each other. Bytes of one quad stay in registers, those of several are read for every block of weights.
+template <int QUADS, int APART> struct BlockInputs {
+    static constexpr bool STAY = QUADS == 1;
+    u32 even, odd, own_groups;   // addresses; those of groups 0 and 2, and of 1 and 3
+    uint4 own[STAY ? 4 : 1];
 
-    // `place(row)`: where the row's block begins, in bytes from the start of a plane; negative: no such row.
-    // Scales and sums go to `scales` [4 QUADS, 4], in shared memory.
-    template <class Place> DEVICE void load(const FixedRows& x, Place place, float2* scales, int lane) {
-        const int g = lane >> 2, t = lane & 3;
-        // What is needed first is asked for first.
-        constexpr int ROUNDS = (QUADS + 1) / 2;
-        float2 groups[ROUNDS];
+    BlockInputs() = default;
+    // Addresses of the block, of row g / 2 and of row t of the first quad.
+    DEVICE BlockInputs(u32 of_bytes, u32 of_groups, int lane) {
+        const bool low = lane >> 2 & 1;
+        const u32 at = of_bytes + (lane & 3) * 16;
+        even = at + (low ? BLOCK_INPUTS + GROUP : 0), odd = at + (low ? BLOCK_INPUTS - GROUP : 0);
+        own_groups = of_groups + 2 * BLOCK_INPUTS;
+        if (STAY)
 #pragma unroll
-        for (int i = 0; i < ROUNDS; i++) {
-            const int group = i * 32 + lane, at = group < 16 * QUADS ? place(group / 4) : -1;
-            groups[i] = at >= 0 ? __ldcg(x.groups + at / GROUP + group % 4) : make_float2(0, 0);
-        }
-        const u8* from[QUADS];
-        bool there[QUADS];
-#pragma unroll
-        for (int q = 0; q < QUADS; q++) {
-            const int at = place(4 * q + (g >> 1));
-            from[q] = (g & 1 ? x.low : x.high) + max(at, 0) + t * 16;
-            there[q] = at >= 0;
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int q = 0; q < QUADS; q++)
-                bytes[q][j] = there[q] ? __ldcg((const uint4*)(from[q] + j * GROUP)) : make_uint4(0, 0, 0, 0);
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++)
-            if (i * 32 + lane < 16 * QUADS) scales[i * 32 + lane] = groups[i];
-        __syncwarp();
+            for (int j = 0; j < 4; j++) own[j] = load_shared16((j & 1 ? odd : even) + j * GROUP);
     }
-    // Takes those that `round_rows` put aside.
-    DEVICE void take(const u8* aside, int lane) {
-        static_assert(QUADS == 1);
-        const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-        for (int j = 0; j < 4; j++) bytes[0][j] = *(const uint4*)(aside + g * BLOCK_INPUTS + j * GROUP + t * 16);
+    DEVICE uint4 bytes(int quad, int j) const {
+        return STAY ? own[STAY ? j : 0] : load_shared16((j & 1 ? odd : even) + quad * APART + j * GROUP);
     }
+    // Scale and sum of groups 2 pair and 2 pair + 1.
+    DEVICE uint4 groups(int quad, int pair) const { return load_shared16(own_groups + quad * APART + pair * 16); }
 };
 
-// Rounds a block of four rows, by a warp: bytes to `aside` [4, 2, 256], scales and sums times weights to `scales` [4, 4].
+// Rounds a block of four rows, by a warp, to `to` [4, ROW_BLOCK] in shared memory, scales and sums times weights.
 // `from(row)`: where values of the row's block begin; `weight` is that of row lane / 4.
-template <class From> DEVICE void round_rows(From from, float weight, u8* aside, float2* scales, int lane) {
+template <class From> DEVICE void round_rows(From from, float weight, u8* to, int lane) {
     float v[4][8];
 #pragma unroll
     for (int row = 0; row < 4; row++) load_lane(v[row], from(row) + lane_start(0, lane));
 #pragma unroll
     for (int row = 0; row < 4; row++) {
-        const FixedLane own = fix_lane(v[row], lane);
-        *(uint4*)(aside + (2 * row + (lane >> 2 & 1)) * BLOCK_INPUTS + (lane >> 3) * GROUP + (lane & 3) * 16) =
-            make_uint4(own.words[0], own.words[1], own.words[2], own.words[3]);
+        FixedLane own = fix_lane(v[row], lane);
         const float of_row = __shfl_sync(FULL, weight, 4 * row);
-        if ((lane & 7) == 0) scales[4 * row + (lane >> 3)] = make_float2(own.scale * of_row, own.sum * of_row);
+        own.scale *= of_row, own.sum *= of_row;
+        store_lane(to + row * ROW_BLOCK, own, lane, lane >> 3);
     }
 }
 
-// `block` and `scales` [4 QUADS, 4] are addresses in shared memory. `take(q, y0, y1)` gets outputs g and g + 8 of row t of quad q.
-template <int BITS, int QUADS, class Take>
-DEVICE void block_times_rows(u32 block, const RowInputs<QUADS>& x, u32 scales, int lane, Take take) {
-    const u32 codes = block + lane * 16, factors = block + (BITS == 4 ? 2048 : 4096) + (lane >> 2) * 32, own = scales + (lane & 3) * 32;
+// `block` is an address in shared memory. `take(q, y0, y1)` gets outputs g and g + 8 of row t of quad q.
+template <int BITS, int QUADS, int APART, class Take>
+DEVICE void block_times_rows(u32 block, const BlockInputs<QUADS, APART>& x, int lane, Take take) {
+    const u32 codes = block + lane * 16, factors = block + (BITS == 4 ? 2048 : 4096) + (lane >> 2) * 32;
     // Sums of groups 0 and 2, and of 1 and 3.
     float sums[QUADS][2][2];
 #pragma unroll
@@ -231,7 +371,7 @@ DEVICE void block_times_rows(u32 block, const RowInputs<QUADS>& x, u32 scales, i
         const uint4 weights = load_shared16(factors + pair * 16);
         uint4 inputs[QUADS];
 #pragma unroll
-        for (int q = 0; q < QUADS; q++) inputs[q] = load_shared16(own + q * 128 + pair * 16);
+        for (int q = 0; q < QUADS; q++) inputs[q] = x.groups(q, pair);
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             const int j = 2 * pair + odd;
@@ -247,8 +387,9 @@ DEVICE void block_times_rows(u32 block, const RowInputs<QUADS>& x, u32 scales, i
 #pragma unroll
             for (int q = 0; q < QUADS; q++) {
                 int c[4] = {0, 0, 0, 0};
-                mma_u8_s8(c, w[0], w[1], w[2], w[3], x.bytes[q][j].x, x.bytes[q][j].y);
-                mma_u8_s8(c, w[4], w[5], w[6], w[7], x.bytes[q][j].z, x.bytes[q][j].w);
+                const uint4 bytes = x.bytes(q, j);
+                mma_u8_s8(c, w[0], w[1], w[2], w[3], bytes.x, bytes.y);
+                mma_u8_s8(c, w[4], w[5], w[6], w[7], bytes.z, bytes.w);
                 const float scale = __uint_as_float(odd ? inputs[q].z : inputs[q].x), sum = __uint_as_float(odd ? inputs[q].w : inputs[q].y);
                 const float y0 = group_term(odd ? weights.z : weights.x, scale, sum, c[0], c[1]);
                 const float y1 = group_term(odd ? weights.w : weights.y, scale, sum, c[2], c[3]);
@@ -261,12 +402,13 @@ DEVICE void block_times_rows(u32 block, const RowInputs<QUADS>& x, u32 scales, i
     for (int q = 0; q < QUADS; q++) take(q, sums[q][0][0] + sums[q][1][0], sums[q][0][1] + sums[q][1][1]);
 }
 
-// A warp's stream of blocks through shared memory: those with numbers warp, warp + 8, ... below `count`.
-template <int BYTES, int DEPTH> struct BlockStream {
+// A warp's stream of blocks through shared memory: those with numbers warp, warp + APART, ... below `count`.
+template <int BYTES, int DEPTH, int APART = TEAM_WARPS> struct BlockStream {
     static constexpr int WHOLE = BYTES / 512, REST = BYTES % 512 / 16;   // pieces for all lanes, and for the first ones
     u32 slots, slot;   // addresses in shared memory: of the first one, and of the next to be used
 
-    DEVICE BlockStream(char* shared) { slots = slot = opaque(shared_address(shared) + threadIdx.x / 32 * DEPTH * BYTES); }
+    // `shared` is the team's.
+    DEVICE BlockStream(char* shared) { slots = slot = opaque(shared_address(shared) + threadIdx.x / 32 % TEAM_WARPS * DEPTH * BYTES); }
     template <class Address> DEVICE void fetch(u32 at, u32 to, u32 count, Address address) {
         if (at < count) {
             // Pieces lie at fixed distances from one address.
@@ -279,9 +421,10 @@ template <int BYTES, int DEPTH> struct BlockStream {
         }
         copy_commit();
     }
-    template <class Address> DEVICE void fill(u32 count, Address address) {
+    // Those from the first on, or from the second on.
+    template <int FROM, int TO, class Address> DEVICE void fill(u32 count, Address address) {
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++) fetch(threadIdx.x / 32 + i * ROW_WARPS, slots + i * BYTES, count, address);
+        for (int i = FROM; i < TO; i++) fetch(threadIdx.x / 32 % TEAM_WARPS + i * APART, slots + i * BYTES, count, address);
     }
     // The address of the next block.
     DEVICE u32 wait() {
@@ -292,7 +435,7 @@ template <int BYTES, int DEPTH> struct BlockStream {
     // Block `at` is used up.
     template <class Address> DEVICE void next(u32 at, u32 count, Address address) {
         __syncwarp();
-        fetch(at + DEPTH * ROW_WARPS, slot, count, address);
+        fetch(at + DEPTH * APART, slot, count, address);
         slot = slot == slots + (DEPTH - 1) * BYTES ? slots : slot + BYTES;
     }
 };
@@ -300,104 +443,132 @@ template <int BYTES, int DEPTH> struct BlockStream {
 // The row whose outputs a thread finishes.
 template <int QUADS> DEVICE int row_of_thread() { return (threadIdx.x >> 4) % (4 * QUADS); }
 
-// The tiles of a CTA, `count` of them, of BLOCKS blocks each; a tile's outputs are added up over the blocks in CHAINS chains: with two
-// in the order of gemv.cu, even blocks, odd ones, and both.
-template <int BLOCKS, int BITS, int QUADS, int CHAINS = 2> struct RowTiles {
-    static constexpr int BYTES = BITS == 4 ? BLOCK4 : BLOCK8, DEPTH = BITS == 4 ? ROW_SLOTS4 : ROW_SLOTS8;
-    // Tiles whose sums stand beside each other in shared memory: of all rows about three blocks per warp.
-    static constexpr int CHUNK_BLOCKS = 3 * ROW_WARPS * (ROWS / 4) / QUADS;
+// The tiles of a team, `count` of them, of BLOCKS blocks each, times rows that lie STRIDE bytes apart; a tile's outputs are added up over
+// the blocks in CHAINS chains: with two in the order of gemv.cu, even blocks, odd ones, and both.
+template <int BLOCKS, int BITS, int QUADS, int STRIDE, int CHAINS = 2> struct RowTiles {
+    static constexpr int BYTES = BITS == 4 ? BLOCK4 : BLOCK8, DEPTH = BITS == 4 ? ROW_SLOTS : 1;
+    // Of the few warps' worth of memory there is for blocks of 8 bits on some GPUs.
+    static constexpr int STREAMS = TEAM_WARPS * DEPTH * BYTES * TEAMS <= ROW_SLOT_BYTES ? TEAM_WARPS : TEAM_WARPS / 2;
+    static_assert(STREAMS * DEPTH * BYTES * TEAMS <= ROW_SLOT_BYTES);
+    // Tiles whose sums stand beside each other in shared memory.
+    static constexpr int CHUNK_BLOCKS = (SHARED_KIB >= 227 ? 2 : 1) * TEAM_WARPS * (QUADS == 1 ? 3 : 1);
     static constexpr u32 CHUNK = BLOCKS >= CHUNK_BLOCKS ? 1 : CHUNK_BLOCKS / BLOCKS;
-    struct Shared {
-        float sums[CHUNK * BLOCKS][4 * QUADS][BLOCK_ROWS];
-        float2 scales[ROW_WARPS][16 * QUADS];
-    };
-    BlockStream<BYTES, DEPTH> stream;
+    typedef float Sums[CHUNK * BLOCKS][4 * QUADS][BLOCK_ROWS];
+    BlockStream<BYTES, DEPTH, STREAMS> stream;
 
-    DEVICE RowTiles(char* dynamic) : stream(dynamic) {}
+    // `slots` are those of all teams.
+    DEVICE RowTiles(char* slots) : stream(slots + team() * (ROW_SLOT_BYTES / TEAMS)) {}
 
-    // `address(index, block)`, `key(index)`: which rows a tile meets, `place(index, row, block)`, `finish(index, row, output, sum)`.
-    template <class Address> DEVICE void fill(u32 count, Address address) {
-        stream.fill(count * BLOCKS, [&](u32 at) { return address(at / BLOCKS, at % BLOCKS); });
+    // Asks for each warp's first block, or for those behind it. `address(index, block)`.
+    template <class Address> DEVICE void fetch_first(u32 count, Address address) { fill<0, 1>(count, address); }
+    template <class Address> DEVICE void fetch_next(u32 count, Address address) { fill<1, DEPTH>(count, address); }
+    template <int FROM, int TO, class Address> DEVICE void fill(u32 count, Address address) {
+        if (threadIdx.x / 32 % TEAM_WARPS >= STREAMS) return;
+        stream.fill<FROM, TO>(count * BLOCKS, [&](u32 at) { return address(at / BLOCKS, at % BLOCKS); });
     }
+    // Once first blocks and the image are there, for all warps. `key(index)`: which rows a tile meets; `place(index, row)`: where one of the
+    // first quad begins in shared memory; `finish(index, row, output, sum)`.
     template <class Address, class Key, class Place, class Finish>
-    DEVICE void run(Shared& shared, u32 count, const FixedRows& x, Address address, Key key, Place place, Finish finish) {
+    DEVICE void run(Sums& shared, u32 count, Address address, Key key, Place place, Finish finish) {
         auto flat = [&](u32 at) { return address(at / BLOCKS, at % BLOCKS); };
-        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const u32 scales = opaque(shared_address(shared.scales[warp]));
+        const u32 warp = threadIdx.x / 32 % TEAM_WARPS, lane = threadIdx.x % 32;
         // Where a lane's first sum of the chunk's first block goes.
-        const u32 sums = opaque(shared_address(&shared.sums[0][lane % 4][lane / 4]));
-        RowInputs<QUADS> inputs;
+        const u32 sums = opaque(shared_address(&shared[0][lane % 4][lane / 4]));
+        BlockInputs<QUADS, 4 * STRIDE> inputs;
         u32 current = 0xffffffffu, at = warp;
         for (u32 first = 0; first < count; first += CHUNK) {
-            const u32 tiles = min(CHUNK, count - first), end = (first + tiles) * BLOCKS;
-            for (; at < end; at += ROW_WARPS) {
+            const u32 tiles = min(CHUNK, count - first), end = warp < STREAMS ? (first + tiles) * BLOCKS : 0;
+            for (; at < end; at += STREAMS) {
                 const u32 index = at / BLOCKS, block = at % BLOCKS, wanted = key(index) * BLOCKS + block;
                 if (wanted != current) {
-                    inputs.load(x, [&](int row) { return place(index, row, block); }, shared.scales[warp], lane);
+                    const u32 inside = block * ROW_BLOCK;
+                    inputs = {place(index, lane / 8) + inside, place(index, lane % 4) + inside, (int)lane};
                     current = wanted;
                 }
-                const u32 weights = stream.wait(), to = sums + (at - first * BLOCKS) * sizeof(shared.sums[0]);
-                block_times_rows<BITS>(weights, inputs, scales, lane, [&](int q, float y0, float y1) {
+                const u32 weights = stream.wait(), to = sums + (at - first * BLOCKS) * sizeof(shared[0]);
+                block_times_rows<BITS>(weights, inputs, lane, [&](int q, float y0, float y1) {
                     store_shared(to + q * 4 * BLOCK_ROWS * 4, y0);
                     store_shared(to + q * 4 * BLOCK_ROWS * 4 + 32, y1);
                 });
                 stream.next(at, count * BLOCKS, flat);
             }
-            __syncthreads();
+            team_meets();
             // Whole warps have a tile, for shuffles.
             const int output = threadIdx.x & 15, row = row_of_thread<QUADS>();
-            for (u32 i = threadIdx.x / (64 * QUADS); i < tiles; i += ROW_THREADS / (64 * QUADS)) {
+            for (u32 i = threadIdx.x % TEAM_THREADS / (64 * QUADS); i < tiles; i += TEAM_THREADS / (64 * QUADS)) {
                 float chains[2] = {0.0f, 0.0f};
 #pragma unroll
-                for (int block = 0; block < BLOCKS; block++)
-                    chains[block % CHAINS] += shared.sums[i * BLOCKS + block][row][output];
+                for (int block = 0; block < BLOCKS; block++) chains[block % CHAINS] += shared[i * BLOCKS + block][row][output];
                 finish(first + i, row, output, CHAINS == 2 ? chains[0] + chains[1] : chains[0]);
             }
-            if (first + CHUNK < count) __syncthreads();
+            if (first + CHUNK < count) team_meets();
         }
     }
 };
 
-DEVICE int tiles_of_cta(int tiles) { return tiles > (int)blockIdx.x ? (tiles - blockIdx.x - 1) / gridDim.x + 1 : 0; }
+// Of every CTA: slots of all teams, then the image of all rows, then sums of each team.
+template <int STRIDE> DEVICE char* image_of_cta() { return dynamic_shared + ROW_SLOT_BYTES; }
+template <int STRIDE> DEVICE char* sums_of_cta() { return dynamic_shared + ROW_SLOT_BYTES + ROWS * STRIDE; }
 
-// A linear whose tiles all meet all rows: `tiles` of them from `first` on, as many apart as there are CTAs. `weights_of(tile, block)`,
-// `place_of(block)`: where inputs of a block begin in a row; `finish(row)` makes what takes (tile, output, sum) of a row.
-template <int BLOCKS, int BITS, int CHAINS, int QUADS, class Weights, class Place, class Finish>
-DEVICE void quads_linear(int first, int apart, int tiles, const FixedRows& x, int rows, Weights weights_of, Place place_of, Finish finish) {
-    typedef RowTiles<BLOCKS, BITS, QUADS, CHAINS> T;
-    // Behind the slots.
-    typename T::Shared& shared = *(typename T::Shared*)(dynamic_shared + ROW_SLOT_BYTES);
+// Asks for `rows` rows of an image's part.
+template <int STRIDE> DEVICE void fetch_image(const RowImage& x, int part, int rows) {
+    const u32 to = shared_address(image_of_cta<STRIDE>());
+    const u8* from = x.at + part * ROWS * STRIDE;
+    for (int i = threadIdx.x; i < rows * (STRIDE / 16); i += ROW_THREADS) copy16(to + i * 16, from + i * 16);
+    copy_commit();
+}
+
+// A linear whose tiles all meet all rows of a part of `x`: a team has `tiles` of them from `first` on, `apart`. `weights_of(tile, block)`;
+// `finish(row)` makes what takes (tile, output, sum) of a row.
+template <int BLOCKS, int BITS, int CHAINS, int QUADS, class Weights, class Finish>
+DEVICE void quads_linear(int first, int apart, int tiles, const RowImage& x, int part, int rows, Weights weights_of, Finish finish) {
+    constexpr int STRIDE = row_stride(BLOCKS);
+    typedef RowTiles<BLOCKS, BITS, QUADS, STRIDE, CHAINS> T;
+    typename T::Sums& sums = ((typename T::Sums*)sums_of_cta<STRIDE>())[team()];
     T t(dynamic_shared);
     auto address = [&](int index, int block) { return weights_of(first + index * apart, block); };
     launch_dependents();
-    t.fill(tiles, address);
+    // Inputs would queue behind all that is asked for before them, and nothing begins without them.
+    t.fetch_first(tiles, address);
     wait_for_inputs();
+    fetch_image<STRIDE>(x, part, rows);
+    t.fetch_next(tiles, address);
     auto take = finish(min(row_of_thread<QUADS>(), rows - 1));
+    // Of an odd number of blocks in two parts the last one of the second part is not there.
+    if (x.parts == 2 && part == 1 && x.blocks % 2 == 1) {
+        copy_wait<0>();
+        __syncthreads();
+        for (int i = threadIdx.x; i < ROWS * (ROW_BLOCK / 4); i += ROW_THREADS)
+            *(u32*)(image_of_cta<STRIDE>() + i / (ROW_BLOCK / 4) * STRIDE + (BLOCKS - 1) * ROW_BLOCK + i % (ROW_BLOCK / 4) * 4) = 0;
+    }
+    copy_wait<T::DEPTH - 1>();
+    __syncthreads();
+    const u32 image = shared_address(image_of_cta<STRIDE>());
     t.run(
-        shared, tiles, x, address, [](int) { return 0; },
-        [&](int, int row, int block) { return row < rows ? row * x.width + place_of(block) : -1; },
+        sums, tiles, address, [](int) { return 0; }, [=](int, int row) { return image + row * STRIDE; },
         [&](int index, int row, int output, float sum) { take(first + index * apart, row, output, sum, row < rows); });
 }
-template <int BLOCKS, int BITS, int CHAINS, class Weights, class Place, class Finish>
-DEVICE void rows_linear(int first, int apart, int tiles, const FixedRows& x, int rows, Weights weights, Place place, Finish finish) {
-    if (rows <= 4) quads_linear<BLOCKS, BITS, CHAINS, 1>(first, apart, tiles, x, rows, weights, place, finish);
-    else if (rows <= 8) quads_linear<BLOCKS, BITS, CHAINS, 2>(first, apart, tiles, x, rows, weights, place, finish);
-    else quads_linear<BLOCKS, BITS, CHAINS, 4>(first, apart, tiles, x, rows, weights, place, finish);
+template <int BLOCKS, int BITS, int CHAINS, class Weights, class Finish>
+DEVICE void rows_linear(int first, int apart, int tiles, const RowImage& x, int part, int rows, Weights weights, Finish finish) {
+    if (rows <= 4) quads_linear<BLOCKS, BITS, CHAINS, 1>(first, apart, tiles, x, part, rows, weights, finish);
+    else if (rows <= 8) quads_linear<BLOCKS, BITS, CHAINS, 2>(first, apart, tiles, x, part, rows, weights, finish);
+    else quads_linear<BLOCKS, BITS, CHAINS, 4>(first, apart, tiles, x, part, rows, weights, finish);
 }
-// Of a matrix whose tiles lie one after the other, for inputs that do as well. CTAs take every `gridDim.x`-th tile.
+// Of a matrix whose tiles lie one after the other, for inputs that do as well: `tiles` of them, of which teams take one in turn, from
+// team `before` on.
 template <int BLOCKS, int BITS, class Finish>
-DEVICE void rows_linear(const char* weights, int first, int tiles, const FixedRows& x, int rows, Finish finish) {
+DEVICE void rows_linear(const char* weights, int before, int tiles, const RowImage& x, int rows, Finish finish) {
+    const int first = blockIdx.x * TEAMS + team() - before, apart = gridDim.x * TEAMS;
     rows_linear<BLOCKS, BITS, 2>(
-        first, gridDim.x, tiles, x, rows,
-        [=](int tile, int block) { return weights + ((u64)tile * BLOCKS + block) * (BITS == 4 ? BLOCK4 : BLOCK8); },
-        [](int block) { return block * BLOCK_INPUTS; }, finish);
+        first, apart, tiles > first ? (tiles - first - 1) / apart + 1 : 0, x, 0, rows,
+        [=](int tile, int block) { return weights + ((u64)tile * BLOCKS + block) * (BITS == 4 ? BLOCK4 : BLOCK8); }, finish);
 }
 
 // Norm and the projections of a mixer, to out [rows, stride].
 KERNEL(ROW_THREADS, 1)
-rows_project(const char* weights, int tiles, FixedRows x, int rows, const float* squares, float* out) {
+rows_project(const char* weights, int tiles, RowImage x, int rows, const float* squares, float* out) {
     __shared__ float scales[ROWS];
-    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(tiles), x, rows, [&](int) {
+    rows_linear<HIDDEN_BLOCKS, 4>(weights, 0, tiles, x, rows, [&](int) {
         row_scales(squares, scales, rows);
         return [&](int tile, int row, int output, float sum, bool there) {
             if (there) out[(row * tiles + tile) * 16 + output] = sum * scales[row];
@@ -406,41 +577,41 @@ rows_project(const char* weights, int tiles, FixedRows x, int rows, const float*
 }
 
 // Output projections, to parts [rows, 2, HIDDEN]: a CTA has tiles' even or their odd blocks.
-template <int BLOCKS> DEVICE void rows_output(const char* weights, const FixedRows& x, int rows, float* parts) {
+template <int BLOCKS> DEVICE void rows_output(const char* weights, const RowImage& x, int rows, float* parts) {
     constexpr int HALF = (BLOCKS + 1) / 2, TILES = HIDDEN / 16;
-    const int odd = blockIdx.x & 1, first = blockIdx.x >> 1, apart = gridDim.x >> 1;
-    // Of an odd number of blocks the last odd one is not there: it repeats a block and has no inputs.
+    const int odd = blockIdx.x & 1, first = (blockIdx.x >> 1) * TEAMS + team(), apart = (gridDim.x >> 1) * TEAMS;
     rows_linear<HALF, 4, 1>(
-        first, apart, (TILES - first - 1) / apart + 1, x, rows,
+        first, apart, TILES > first ? (TILES - first - 1) / apart + 1 : 0, x, odd, rows,
+        // Of a block that is not there another one's, times nothing.
         [=](int tile, int block) { return weights + ((u64)tile * BLOCKS + min(2 * block + odd, BLOCKS - 1)) * BLOCK4; },
-        [=](int block) { return 2 * block + odd < BLOCKS ? (2 * block + odd) * BLOCK_INPUTS : -(1 << 30); },
         [&](int) {
             return [=](int tile, int row, int output, float sum, bool there) {
                 if (there) parts[(row * 2 + odd) * HIDDEN + tile * 16 + output] = sum;
             };
         });
 }
-KERNEL(ROW_THREADS, 1) rows_delta_output(const char* weights, FixedRows x, int rows, float* parts) {
+KERNEL(ROW_THREADS, 1) rows_delta_output(const char* weights, RowImage x, int rows, float* parts) {
     rows_output<VALUE_BLOCKS>(weights, x, rows, parts);
 }
-KERNEL(ROW_THREADS, 1) rows_attention_output(const char* weights, FixedRows x, int rows, float* parts) {
+KERNEL(ROW_THREADS, 1) rows_attention_output(const char* weights, RowImage x, int rows, float* parts) {
     rows_output<QUERY_BLOCKS>(weights, x, rows, parts);
 }
 
 // Norm, router and shared gate to logits [rows, ROUTER_ROWS], gate and up of the shared expert to activation
-// [rows, DOWN_BLOCKS * 256]. A CTA per tile.
+// [rows, DOWN_BLOCKS * 256]. A team per tile; CTAs have tiles of one kind.
 KERNEL(ROW_THREADS, 1)
-rows_route_and_share(const char* router, const char* shared_up, FixedRows x, int rows, const float* squares, float* logits,
+rows_route_and_share(const char* router, const char* shared_up, RowImage x, int rows, const float* squares, float* logits,
                      float* activation) {
-    if (blockIdx.x < ROUTER_TILES) {
-        rows_linear<HIDDEN_BLOCKS, 8>(router, blockIdx.x, 1, x, rows, [&](int own) {
+    constexpr int ROUTER_CTAS = (ROUTER_TILES + TEAMS - 1) / TEAMS;
+    if (blockIdx.x < ROUTER_CTAS) {
+        rows_linear<HIDDEN_BLOCKS, 8>(router, 0, ROUTER_TILES, x, rows, [&](int own) {
             const float scale = row_scale(squares, own);
             return [=](int tile, int row, int output, float sum, bool there) {
                 if (there) logits[row * ROUTER_ROWS + tile * 16 + output] = sum * scale;
             };
         });
     } else {
-        rows_linear<HIDDEN_BLOCKS, 4>(shared_up, blockIdx.x - ROUTER_TILES, 1, x, rows, [&](int own) {
+        rows_linear<HIDDEN_BLOCKS, 4>(shared_up, ROUTER_CTAS * TEAMS, SHARED_WIDTH / 8, x, rows, [&](int own) {
             const float scale = row_scale(squares, own);
             return [=](int tile, int row, int output, float sum, bool there) {
                 sum *= scale;
@@ -452,97 +623,118 @@ rows_route_and_share(const char* router, const char* shared_up, FixedRows x, int
     }
 }
 
-// The choice of every row, and who meets whom: experts rising, the rows of each in order, by four. One CTA, a warp per row.
-KERNEL(ROWS * 32, 1) rows_choose(const float* logits, int rows, Meeting* meetings, u32* count, float* weights) {
-    constexpr int SPANS = (EXPERTS + 31) / 32;   // of experts, one for each warp
-    static_assert(SPANS <= ROWS);
-    __shared__ u32 masks[EXPERTS], starts[EXPERTS], totals[SPANS];
-    __shared__ uint2 chosen[ROWS][TOP_K];
-    const int row = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    for (int i = threadIdx.x; i < EXPERTS; i += ROWS * 32) masks[i] = 0;
-    __syncthreads();
-    wait_for_inputs();
-    launch_dependents();
-    Choice choice{0, 0.0f};
-    if (row < rows) {
-        choice = choose_experts(logits + row * ROUTER_ROWS, lane, chosen[row]);
-        if (lane < TOP_K) {
-            atomicOr(&masks[choice.id], 1u << row);
-            weights[row * SHARES + lane] = choice.weight;
-        }
-        if (lane == 0) weights[row * SHARES + TOP_K] = sigmoid(load_cg(logits + row * ROUTER_ROWS + SHARED_GATE));
-    }
-    __syncthreads();
-    if (row < SPANS) {
-        const int expert = row * 32 + lane;
-        const u32 own = expert < EXPERTS ? (__popc(masks[expert]) + 3) / 4 : 0;
-        u32 sum = own;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const u32 other = __shfl_up_sync(FULL, sum, d);
-            if (lane >= d) sum += other;
-        }
-        if (expert < EXPERTS) starts[expert] = sum - own;
-        if (lane == 31) totals[row] = sum;
-    }
-    __syncthreads();
-    // Of a chosen expert, or of all together.
-    u32 before = 0;
-    const int span = threadIdx.x == TOP_K ? SPANS : (int)choice.id / 32;
-    for (int i = 0; i < SPANS; i++) before += i < span ? totals[i] : 0;
-    if (threadIdx.x == TOP_K) *count = before;
-    if (row < rows && lane < TOP_K) {
-        const u32 mask = masks[choice.id], rank = __popc(mask & ((1u << row) - 1));
-        Meeting& meeting = meetings[before + starts[choice.id] + rank / 4];
-        meeting.pairs[rank % 4] = row * SHARES + lane;
-        if (rank % 4 == 0) meeting.expert = choice.id, meeting.count = min(4, (int)(__popc(mask) - rank));
-    }
-}
+// The choice of every row, and who meets whom: experts rising, the rows of each in order, by four. Every CTA of the up projections makes
+// the list for itself, because a kernel for it would cost more; the first one leaves it for the down projections.
+struct Choices {
+    static constexpr int SPANS = (EXPERTS + 31) / 32;   // of experts, one for each warp
+    static_assert(SPANS <= TEAM_WARPS);
+    u32 masks[EXPERTS], starts[EXPERTS], totals[SPANS];
+    uint2 chosen[ROWS][TOP_K];
+    Choice choices[ROWS][TOP_K];
 
-// The meetings in shared memory, for all threads of a CTA when they have met again; returns their number. All that there may be are
-// asked for at once with the number.
-DEVICE int load_meetings(Meeting* to, const Meeting* from, const u32* count) {
-    constexpr int WORDS = MEETINGS * sizeof(Meeting) / 16, ROUNDS = (WORDS + ROW_THREADS - 1) / ROW_THREADS;
-    uint4 own[ROUNDS];
+    // To be called by all threads; the list is there when they have met again. Returns how many meetings there are.
+    DEVICE u32 make(const float* logits, int rows, Meeting* meetings, float* weights) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        for (int i = threadIdx.x; i < EXPERTS; i += ROW_THREADS) masks[i] = 0;
+        __syncthreads();
+        for (int row = warp; row < rows; row += ROW_THREADS / 32) {
+            const float* own = logits + row * ROUTER_ROWS;
+            const Choice choice = choose_experts(own, lane, chosen[row]);
+            if (lane < TOP_K) {
+                choices[row][lane] = choice;
+                atomicOr(&masks[choice.id], 1u << row);
+                if (blockIdx.x == 0) weights[row * SHARES + lane] = choice.weight;
+            }
+            if (blockIdx.x == 0 && lane == 0) weights[row * SHARES + TOP_K] = sigmoid(load_cg(own + SHARED_GATE));
+        }
+        __syncthreads();
+        if (warp < SPANS) {
+            const int expert = warp * 32 + lane;
+            const u32 own = expert < EXPERTS ? (__popc(masks[expert]) + 3) / 4 : 0;
+            u32 sum = own;
 #pragma unroll
-    for (int i = 0; i < ROUNDS; i++) own[i] = __ldcg((const uint4*)from + min(i * ROW_THREADS + (int)threadIdx.x, WORDS - 1));
-    const int meetings = __ldcg(count);
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++)
-        if (i * ROW_THREADS + threadIdx.x < WORDS) ((uint4*)to)[i * ROW_THREADS + threadIdx.x] = own[i];
+            for (int d = 1; d < 32; d *= 2) {
+                const u32 other = __shfl_up_sync(FULL, sum, d);
+                if (lane >= d) sum += other;
+            }
+            if (expert < EXPERTS) starts[expert] = sum - own;
+            if (lane == 31) totals[warp] = sum;
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < rows * TOP_K; i += ROW_THREADS) {
+            const int row = i / TOP_K;
+            const u32 id = choices[row][i % TOP_K].id, mask = masks[id], rank = __popc(mask & ((1u << row) - 1));
+            Meeting& meeting = meetings[before(id / 32) + starts[id] + rank / 4];
+            meeting.pairs[rank % 4] = row * SHARES + i % TOP_K;
+            if (rank % 4 == 0) meeting.expert = id, meeting.count = min(4, (int)(__popc(mask) - rank));
+        }
+        return before(SPANS);
+    }
+    // Meetings of the experts below a span.
+    DEVICE u32 before(int span) const {
+        u32 sum = 0;
+        for (int i = 0; i < SPANS; i++) sum += i < span ? totals[i] : 0;
+        return sum;
+    }
+};
+
+// The list that the up projections' first CTA leaves, early: by a release of the number, which is nothing before.
+DEVICE void leave_meetings(const Meeting* from, u32 meetings, Meeting* list, u32* count) {
+    for (int i = threadIdx.x; i < meetings * sizeof(Meeting) / 16; i += ROW_THREADS) ((uint4*)list)[i] = ((const uint4*)from)[i];
+    __syncthreads();
+    if (threadIdx.x == 0) asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(count), "r"(meetings) : "memory");
+}
+// All threads of a CTA take it and meet.
+DEVICE u32 take_meetings(Meeting* to, const Meeting* list, const u32* count) {
+    u32 meetings;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(meetings) : "l"(count) : "memory");
+    while (meetings == 0);
+    for (int i = threadIdx.x; i < meetings * sizeof(Meeting) / 16; i += TEAM_THREADS) ((uint4*)to)[i] = __ldcg((const uint4*)list + i);
+    __syncthreads();
     return meetings;
 }
-// The first of a CTA's share of `total` things in a row, and of the next one's.
-DEVICE uint2 share_of_cta(u32 total) {
-    return make_uint2((u64)total * blockIdx.x / gridDim.x, (u64)total * (blockIdx.x + 1) / gridDim.x);
-}
+// The first of the share of `total` things in a row that the `own`-th of `all` has, and of the next one's.
+DEVICE uint2 share_of(u32 total, u32 own, u32 all) { return make_uint2((u64)total * own / all, (u64)total * (own + 1) / all); }
 
-// Gate and up of the chosen experts: x [rows, HIDDEN] to activation.
-KERNEL(ROW_THREADS, ROW_CTAS)
-rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRows x, const float* squares, float* activation) {
-    typedef RowTiles<HIDDEN_BLOCKS, 4, 1> T;
-    __shared__ T::Shared shared;
+// Gate and up of the chosen experts: x [rows, HIDDEN] to activation. Choices by logits [rows, ROUTER_ROWS]; the list, and weights
+// [rows, SHARES], are left for the down projections.
+KERNEL(ROW_THREADS, 1)
+rows_up(const char* weights, const float* logits, RowImage x, int rows, const float* squares, float* activation, Meeting* list,
+        u32* list_count, float* list_weights) {
+    constexpr int STRIDE = row_stride(HIDDEN_BLOCKS);
+    typedef RowTiles<HIDDEN_BLOCKS, 4, 1, STRIDE> T;
     __shared__ Meeting meetings[MEETINGS];
     __shared__ float scales[ROWS];
+    typename T::Sums* const all_sums = (typename T::Sums*)sums_of_cta<STRIDE>();
+    typename T::Sums& sums = all_sums[team()];
     T t(dynamic_shared);
     wait_for_inputs();
     launch_dependents();
-    const int count = load_meetings(meetings, list, list_count);
-    // Of rows that are not there as well: nothing asks for them.
-    row_scales(squares, scales, ROWS);
+    fetch_image<STRIDE>(x, 0, rows);
+    row_scales(squares, scales, rows);
+    // In the place of sums, which come later.
+    static_assert(sizeof(Choices) <= TEAMS * sizeof(typename T::Sums));
+    const u32 count = ((Choices*)all_sums)->make(logits, rows, meetings, list_weights);
     __syncthreads();
-    const uint2 tiles = share_of_cta(count * EXPERT_TILES);
+    const uint2 tiles = share_of(count * EXPERT_TILES, blockIdx.x * TEAMS + team(), gridDim.x * TEAMS);
     auto address = [&](u32 index, u32 block) {
         const u32 tile = tiles.x + index;
         const u64 row = (u64)meetings[tile / EXPERT_TILES].expert * EXPERT_TILES + tile % EXPERT_TILES;
         return weights + (row * HIDDEN_BLOCKS + block) * BLOCK4;
     };
-    t.fill(tiles.y - tiles.x, address);
+    t.fetch_first(tiles.y - tiles.x, address);
+    t.fetch_next(tiles.y - tiles.x, address);
+    // The image is older than the blocks.
+    copy_wait<ROW_SLOTS>();
+    __syncthreads();
+    if (blockIdx.x == 0) leave_meetings(meetings, count, list, list_count);
+    const u32 image = shared_address(image_of_cta<STRIDE>());
     t.run(
-        shared, tiles.y - tiles.x, x, address, [&](u32 index) { return (tiles.x + index) / EXPERT_TILES; },
-        [&](u32 index, int row, u32 block) {
+        sums, tiles.y - tiles.x, address, [&](u32 index) { return (tiles.x + index) / EXPERT_TILES; },
+        [&](u32 index, u32 row) {
             const Meeting& m = meetings[(tiles.x + index) / EXPERT_TILES];
-            return row < m.count ? (int)(m.pairs[row] / SHARES) * x.width + block * BLOCK_INPUTS : -1;
+            // In the place of rows that are not there the first one.
+            return image + m.pairs[row < m.count ? row : 0] / SHARES * STRIDE;
         },
         [&](u32 index, int row, int output, float sum) {
             const u32 tile = tiles.x + index;
@@ -559,29 +751,27 @@ rows_up(const char* weights, const Meeting* list, const u32* list_count, FixedRo
 
 // Down projections of the chosen experts and of the shared one, weighted, block by block to parts [rows, DOWN_BLOCKS, HIDDEN].
 // activation [rows, DOWN_BLOCKS * 256], rounded by every CTA that needs it.
-KERNEL(ROW_THREADS, ROW_CTAS)
+KERNEL(TEAM_THREADS, ROW_CTAS)
 rows_down(const char* experts, const char* shared_down, const Meeting* list, const u32* list_count, const float* weights,
           const float* activation, int rows, float* parts) {
     constexpr u32 TILES = HIDDEN / 16, ROUTED = TILES * EXPERT_BLOCKS, SHARED = TILES * SHARED_BLOCKS;
     // Whoever meets an expert, and rows by four that meet the shared one, are parties; each warp rounds a block of one of them.
-    constexpr u32 MOST_BLOCKS = EXPERT_BLOCKS > SHARED_BLOCKS ? EXPERT_BLOCKS : SHARED_BLOCKS, TOGETHER = ROW_WARPS / MOST_BLOCKS;
+    constexpr u32 MOST_BLOCKS = EXPERT_BLOCKS > SHARED_BLOCKS ? EXPERT_BLOCKS : SHARED_BLOCKS, TOGETHER = TEAM_WARPS / MOST_BLOCKS;
     static_assert(TOGETHER >= 1);
     __shared__ Meeting meetings[MEETINGS];
-    __shared__ float2 scales[ROW_WARPS][16];
-    __shared__ __align__(16) u8 aside[ROW_WARPS][8 * BLOCK_INPUTS];
-    BlockStream<BLOCK4, ROW_SLOTS4> stream(dynamic_shared);
+    __shared__ __align__(16) u8 aside[TEAM_WARPS][4 * ROW_BLOCK];
+    BlockStream<BLOCK4, DOWN_SLOTS> stream(dynamic_shared);
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
-    // The kernels that made them are complete: the one between launched this only after it had waited.
-    const u32 count = load_meetings(meetings, list, list_count);
-    __syncthreads();
-    const uint2 share = share_of_cta(count * ROUTED + (rows + 3) / 4 * SHARED);
+    // CTAs of the kernel in front, which leave them, run as soon as this one may.
+    const u32 count = take_meetings(meetings, list, list_count);
+    const uint2 share = share_of(count * ROUTED + (rows + 3) / 4 * SHARED, blockIdx.x, gridDim.x);
     auto address = [&](u32 i) {
         const u32 at = share.x + i;
         if (at < count * ROUTED) return experts + ((u64)meetings[at / ROUTED].expert * ROUTED + at % ROUTED) * BLOCK4;
         return shared_down + (u64)((at - count * ROUTED) % SHARED) * BLOCK4;
     };
-    stream.fill(share.y - share.x, address);
+    stream.fill<0, DOWN_SLOTS>(share.y - share.x, address);
     wait_for_inputs();
     auto party_of = [&](u32 at) { return at < count * ROUTED ? at / ROUTED : count + (at - count * ROUTED) / SHARED; };
     auto start_of = [&](u32 party) { return party < count ? party * ROUTED : count * ROUTED + (party - count) * SHARED; };
@@ -592,7 +782,6 @@ rows_down(const char* experts, const char* shared_down, const Meeting* list, con
     };
     // Blocks of a row, of all its shares.
     auto block_of = [](u32 pair, u32 block) { return pair / SHARES * DOWN_BLOCKS + pair % SHARES * EXPERT_BLOCKS + block; };
-    RowInputs<1> inputs;
     u32 at = share.x + warp;
     for (u32 first = party_of(share.x); start_of(first) < share.y; first += TOGETHER) {
         const u32 own = first + warp / MOST_BLOCKS, own_block = warp % MOST_BLOCKS;
@@ -602,24 +791,24 @@ rows_down(const char* experts, const char* shared_down, const Meeting* list, con
             auto pair = [&](u32 row) { return pair_of(own, row < met ? row : 0); };
             const float weight = load_cg(weights + pair(lane / 4 % 4));
             round_rows(
-                [&](int row) { return activation + block_of(pair(row), own_block) * BLOCK_INPUTS; }, weight, aside[warp], scales[warp],
-                lane);
+                [&](int row) { return activation + block_of(pair(row), own_block) * BLOCK_INPUTS; }, weight, aside[warp], lane);
         }
         __syncthreads();
         const u32 end = min(share.y, start_of(first + TOGETHER));
-        // Of the block whose inputs a warp has: its scales, and where a lane's row has its outputs.
-        u32 current = 0xffffffffu, current_scales = 0;
+        // Of the block whose inputs a warp has: where they lie, and where a lane's row has its outputs.
+        u32 current = 0xffffffffu;
+        BlockInputs<1, 0> inputs;
         float* to = nullptr;
-        for (; at < end; at += ROW_WARPS) {
+        for (; at < end; at += TEAM_WARPS) {
             const u32 party = party_of(at), blocks = blocks_of(party), inside = at - start_of(party);
             const u32 tile = inside / blocks, block = inside % blocks, place = (party - first) * MOST_BLOCKS + block;
             if (place != current) {
                 current = place;
-                inputs.take(aside[place], lane);
-                current_scales = opaque(shared_address(scales[place]));
+                const u32 from = shared_address(aside[place]);
+                inputs = {from + lane / 8 * ROW_BLOCK, from + lane % 4 * ROW_BLOCK, (int)lane};
                 to = lane % 4 < met_by(party) ? parts + (u64)block_of(pair_of(party, lane % 4), block) * HIDDEN + lane / 4 : nullptr;
             }
-            block_times_rows<4>(stream.wait(), inputs, current_scales, lane, [&](int, float y0, float y1) {
+            block_times_rows<4>(stream.wait(), inputs, lane, [&](int, float y0, float y1) {
                 if (to) to[tile * 16] = y0, to[tile * 16 + 8] = y1;
             });
             stream.next(at - share.x, share.y - share.x, address);
@@ -629,8 +818,8 @@ rows_down(const char* experts, const char* shared_down, const Meeting* list, con
 }
 
 // Final norm and head: logits [rows, VOCAB], and of every CTA each row's best, best [rows, CTAs].
-KERNEL(ROW_THREADS, ROW_CTAS)
-rows_head(const char* weights, const Run* runs, FixedRows x, int rows, const float* squares, float* logits, Best* best) {
+KERNEL(ROW_THREADS, 1)
+rows_head(const char* weights, const Run* runs, RowImage x, int rows, const float* squares, float* logits, Best* best) {
     constexpr float LOWEST = -3.402823466e+38f;
     __shared__ u32 bad[ROWS];
     __shared__ float scales[ROWS];
@@ -639,7 +828,7 @@ rows_head(const char* weights, const Run* runs, FixedRows x, int rows, const flo
     __shared__ float highest[ROW_THREADS];
     __shared__ u32 highest_id[ROW_THREADS];
     highest[threadIdx.x] = LOWEST, highest_id[threadIdx.x] = 0xffffffffu;
-    rows_linear<HIDDEN_BLOCKS, 4>(weights, blockIdx.x, tiles_of_cta(VOCAB_TILES), x, rows, [&](int) {
+    rows_linear<HIDDEN_BLOCKS, 4>(weights, 0, VOCAB_TILES, x, rows, [&](int) {
         row_scales(squares, scales, rows);
         return [&](int tile, int row, int output, float sum, bool there) {
             const u32 id = tile * 16 + output;

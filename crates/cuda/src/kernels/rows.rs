@@ -2,29 +2,97 @@
 
 use lily_backend::Result;
 
-use super::{BLOCK_INPUTS, BLOCK4_BYTES, BLOCK8_BYTES, FixedRows, Kernels, Pass, Sizes, TILE_ROWS, arguments, blocks};
+use super::{BLOCK_INPUTS, BLOCK4_BYTES, Kernels, Pass, Sizes, TILE_ROWS, arguments, blocks};
 use crate::device::Pointer;
 
 /// Most rows that share a pass.
 pub(crate) const ROWS: usize = 16;
 /// Rows that meet an expert together.
 const QUAD: usize = 4;
+/// Warps of a team.
 const WARPS: usize = 8;
-const THREADS: usize = 32 * WARPS;
-/// Blocks of 8 bits that a warp has on the way.
-const SLOTS: usize = 2;
-/// The same of 4 bits.
-const SLOTS4: usize = 3;
-/// Slots alone.
-pub(super) fn shared_of_experts(_: &Sizes) -> usize {
-    WARPS * SLOTS4 * BLOCK4_BYTES
+const TEAM_THREADS: usize = 32 * WARPS;
+/// Blocks of 4 bits that a warp of the down projections has on the way.
+const DOWN_SLOTS: usize = 3;
+
+/// Teams of a CTA, which share its inputs.
+fn teams(s: &Sizes) -> usize {
+    2 - usize::from(s.little_shared())
 }
 
-/// Slots; sums of about three blocks per warp or of one tile, whichever are more; scale and sum of each row's groups for every warp.
+fn threads(s: &Sizes) -> usize {
+    teams(s) * TEAM_THREADS
+}
+
+/// Blocks whose sums for all rows stand beside each other, in each team.
+fn chunk_blocks(s: &Sizes) -> usize {
+    if s.shared_kib >= 227 { 2 * WARPS } else { WARPS }
+}
+
+/// Slots of all teams, rows of `blocks` blocks, and of each team sums of so many blocks, or of a tile, for `rows` rows.
+fn shared_of(s: &Sizes, blocks: usize, (rows, sums): (usize, usize)) -> usize {
+    let slots = match s.shared_kib {
+        227.. => 3,
+        163.. => 2,
+        _ => 1,
+    };
+    let sums = sums.max(blocks) * rows * TILE_ROWS * 4;
+    teams(s) * (WARPS * slots * BLOCK4_BYTES + sums) + ROWS * RowImage::stride(blocks)
+}
+
+/// For the linears that all rows meet.
 pub(super) fn shared(s: &Sizes) -> usize {
-    let most_blocks = blocks(s.hidden.max(s.value_width).max(s.query_width));
-    let sums = most_blocks.max(3 * WARPS) * ROWS * TILE_ROWS * 4;
-    WARPS * SLOTS * BLOCK8_BYTES + sums + WARPS * ROWS * 4 * 8
+    let halves = [s.value_width, s.query_width].map(|inputs| blocks(inputs).div_ceil(2));
+    let most = halves.into_iter().fold(blocks(s.hidden), usize::max);
+    shared_of(s, most, (ROWS, chunk_blocks(s)))
+}
+
+/// For gate and up of the experts.
+pub(super) fn shared_of_up(s: &Sizes) -> usize {
+    shared_of(s, blocks(s.hidden), (QUAD, 3 * chunk_blocks(s)))
+}
+
+/// For the down projections: slots alone.
+pub(super) fn shared_of_down(_: &Sizes) -> usize {
+    WARPS * DOWN_SLOTS * BLOCK4_BYTES
+}
+
+/// Inputs of rows that share a pass, in fixed point; `rows.cu` has the layout.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowImage {
+    at: Pointer,
+    /// Of 256 inputs.
+    blocks: i32,
+    /// 1, or 2: even blocks and odd ones.
+    parts: i32,
+}
+
+impl RowImage {
+    /// Bytes between rows of so many blocks: bytes of the inputs, scale and sum of each group, and what keeps rows apart.
+    const fn stride(blocks: usize) -> usize {
+        blocks * (2 * BLOCK_INPUTS + 4 * 8) + 16
+    }
+
+    /// Bytes that rows of `inputs` inputs take in either form.
+    pub(crate) fn bytes(inputs: usize) -> usize {
+        2 * ROWS * RowImage::stride(blocks(inputs).div_ceil(2))
+    }
+
+    /// Whole rows of `inputs` inputs.
+    pub(crate) fn whole(at: Pointer, inputs: usize) -> RowImage {
+        RowImage { at, blocks: blocks(inputs) as i32, parts: 1 }
+    }
+
+    /// Rows of which the output projections take even and odd blocks apart.
+    pub(crate) fn halves(at: Pointer, inputs: usize) -> RowImage {
+        RowImage { at, blocks: blocks(inputs) as i32, parts: 2 }
+    }
+
+    /// CTAs that have a block of a row each.
+    pub(super) fn grid(&self, rows: usize) -> (usize, usize) {
+        (rows * self.blocks as usize, 1)
+    }
 }
 
 /// Who meets which expert, of a pass with several rows.
@@ -32,7 +100,7 @@ pub(super) fn shared(s: &Sizes) -> usize {
 pub(crate) struct Meetings {
     /// [`Meetings::BYTES`] each.
     pub(crate) list: Pointer,
-    /// One number.
+    /// One number: how many there are, or 0 until they are there.
     pub(crate) count: Pointer,
     /// f32 `[rows, top_k + 1]`: of a row's experts and the shared one.
     pub(crate) weights: Pointer,
@@ -62,42 +130,42 @@ pub(crate) enum Parts {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Normed {
     /// `[rows, hidden]`.
-    pub(crate) x: FixedRows,
+    pub(crate) x: RowImage,
     /// f32 `[rows, hidden / 256]`.
     pub(crate) squares: Pointer,
 }
 
 impl Kernels {
-    /// Twice as many CTAs as processors: as many as fit, and enough to stream; three times as many are slower.
-    fn experts_grid(pass: &Pass<'_>) -> (usize, usize) {
-        (2 * pass.device.processors as usize, 1)
+    /// A CTA a processor, or fewer where teams are enough: the inputs of all rows, which each CTA reads, are more than its share of
+    /// the weights.
+    fn teams_grid(&self, pass: &Pass<'_>, tiles: usize) -> (usize, usize) {
+        (tiles.div_ceil(teams(&self.sizes)).min(pass.device.processors as usize), 1)
     }
 
-    /// Two CTAs share tiles, and one has several as soon as processors are fewer: its inputs are more than its weights.
+    /// Two CTAs share tiles.
     fn output_grid(&self, pass: &Pass<'_>) -> (usize, usize) {
         let tiles = self.sizes.hidden / TILE_ROWS;
-        let together = (2 * tiles).div_ceil(pass.device.processors as usize);
+        let together = (2 * tiles).div_ceil(pass.device.processors as usize).next_multiple_of(teams(&self.sizes));
         (2 * tiles.div_ceil(together), 1)
     }
 
-    /// Adds `parts` to `rows` rows of `h`, and takes their norm.
+    /// Adds `parts` to `rows` rows of `h`, and takes their norm; empties the list of meetings.
     pub(crate) fn rows_norm(
         &self,
         pass: &Pass<'_>,
         h: Pointer,
         (parts, kind): (Pointer, Parts),
         norm: Pointer,
-        rows: usize,
+        (rows, m): (usize, &Meetings),
         out: Normed,
     ) -> Result<()> {
         let (grid, kind) = (rows * blocks(self.sizes.hidden), kind as i32);
-        pass.launch(self.rows_norm, (grid, 1), 64, arguments![h, parts, kind, norm, out.x, out.squares])
+        pass.launch(self.rows_norm, (grid, 1), 64, arguments![h, parts, kind, norm, out.x, out.squares, m.count])
     }
 
     /// Rounds `rows` rows.
-    pub(crate) fn rows_fix(&self, pass: &Pass<'_>, x: Pointer, rows: usize, out: FixedRows) -> Result<()> {
-        let grid = rows * out.width as usize / BLOCK_INPUTS;
-        pass.launch(self.rows_fix, (grid, 1), 32, arguments![x, out])
+    pub(crate) fn rows_fix(&self, pass: &Pass<'_>, x: Pointer, rows: usize, out: RowImage) -> Result<()> {
+        pass.launch(self.rows_fix, out.grid(rows), 32, arguments![x, out])
     }
 
     /// The `tiles` tiles of a mixer's projections, to `out` `[rows, 16 tiles]`.
@@ -109,10 +177,9 @@ impl Kernels {
         rows: usize,
         out: Pointer,
     ) -> Result<()> {
-        // One CTA a processor: the inputs of all rows, which each of them reads, are more than its share of the weights.
-        let grid = (tiles.min(pass.device.processors as usize), 1);
+        let (grid, threads) = (self.teams_grid(pass, tiles), threads(&self.sizes));
         let (tiles, rows) = (tiles as i32, rows as i32);
-        pass.launch(self.rows_project, grid, THREADS, arguments![weights, tiles, n.x, rows, n.squares, out])
+        pass.launch(self.rows_project, grid, threads, arguments![weights, tiles, n.x, rows, n.squares, out])
     }
 
     /// Output projection of a delta layer, to `parts`, see [`Parts::Mixed`].
@@ -120,12 +187,12 @@ impl Kernels {
         &self,
         pass: &Pass<'_>,
         weights: Pointer,
-        x: FixedRows,
+        x: RowImage,
         rows: usize,
         parts: Pointer,
     ) -> Result<()> {
         let (grid, rows) = (self.output_grid(pass), rows as i32);
-        pass.launch(self.rows_delta_output, grid, THREADS, arguments![weights, x, rows, parts])
+        pass.launch(self.rows_delta_output, grid, threads(&self.sizes), arguments![weights, x, rows, parts])
     }
 
     /// Output projection of an attention layer, to `parts`, see [`Parts::Mixed`].
@@ -133,12 +200,12 @@ impl Kernels {
         &self,
         pass: &Pass<'_>,
         weights: Pointer,
-        x: FixedRows,
+        x: RowImage,
         rows: usize,
         parts: Pointer,
     ) -> Result<()> {
         let (grid, rows) = (self.output_grid(pass), rows as i32);
-        pass.launch(self.rows_attention_output, grid, THREADS, arguments![weights, x, rows, parts])
+        pass.launch(self.rows_attention_output, grid, threads(&self.sizes), arguments![weights, x, rows, parts])
     }
 
     /// Router and shared gate to `logits`, gate and up of the shared expert to `activation`.
@@ -150,29 +217,26 @@ impl Kernels {
         rows: usize,
         (logits, activation): (Pointer, Pointer),
     ) -> Result<()> {
-        let grid = (self.sizes.router_tiles + self.sizes.shared_width / 8, 1);
+        // Of either kind as many CTAs as its tiles need.
+        let teams = teams(&self.sizes);
+        let grid = (self.sizes.router_tiles.div_ceil(teams) + (self.sizes.shared_width / 8).div_ceil(teams), 1);
         let rows = rows as i32;
         let arguments = arguments![router, shared_up, n.x, rows, n.squares, logits, activation];
-        pass.launch(self.rows_route_and_share, grid, THREADS, arguments)
+        pass.launch(self.rows_route_and_share, grid, threads(&self.sizes), arguments)
     }
 
-    /// The choice of every row.
-    pub(crate) fn rows_choose(&self, pass: &Pass<'_>, logits: Pointer, rows: usize, m: &Meetings) -> Result<()> {
-        let rows = rows as i32;
-        pass.launch(self.rows_choose, (1, 1), 32 * ROWS, arguments![logits, rows, m.list, m.count, m.weights])
-    }
-
-    /// Gate and up of the chosen experts, to `activation`.
+    /// Gate and up of the experts that `logits` choose, to `activation`; who meets whom to `m`.
     pub(crate) fn rows_up(
         &self,
         pass: &Pass<'_>,
-        weights: Pointer,
-        m: &Meetings,
-        n: Normed,
+        (weights, logits): (Pointer, Pointer),
+        (n, rows): (Normed, usize),
         activation: Pointer,
+        m: &Meetings,
     ) -> Result<()> {
-        let grid = Self::experts_grid(pass);
-        pass.launch(self.rows_up, grid, THREADS, arguments![weights, m.list, m.count, n.x, n.squares, activation])
+        let (grid, rows) = ((pass.device.processors as usize, 1), rows as i32);
+        let arguments = arguments![weights, logits, n.x, rows, n.squares, activation, m.list, m.count, m.weights];
+        pass.launch(self.rows_up, grid, threads(&self.sizes), arguments)
     }
 
     /// Down projections of the chosen experts and the shared one, weighted, to `parts` `[rows, blocks, hidden]`.
@@ -184,9 +248,10 @@ impl Kernels {
         (activation, rows): (Pointer, usize),
         parts: Pointer,
     ) -> Result<()> {
-        let (grid, rows) = (Self::experts_grid(pass), rows as i32);
+        // Twice as many CTAs as processors: as many as fit, and enough to stream; three times as many are slower.
+        let (grid, rows) = ((2 * pass.device.processors as usize, 1), rows as i32);
         let arguments = arguments![experts, shared, m.list, m.count, m.weights, activation, rows, parts];
-        pass.launch(self.rows_down, grid, THREADS, arguments)
+        pass.launch(self.rows_down, grid, TEAM_THREADS, arguments)
     }
 
     /// Head, to `logits` `[rows, vocab]`; the best of every CTA to `bests` `[rows, CTAs]`.
@@ -199,7 +264,12 @@ impl Kernels {
         (logits, bests): (Pointer, Pointer),
     ) -> Result<()> {
         let (grid, rows) = ((self.head_grid(pass), 1), rows as i32);
-        pass.launch(self.rows_head, grid, THREADS, arguments![weights, runs, n.x, rows, n.squares, logits, bests])
+        pass.launch(
+            self.rows_head,
+            grid,
+            threads(&self.sizes),
+            arguments![weights, runs, n.x, rows, n.squares, logits, bests],
+        )
     }
 }
 

@@ -29,9 +29,9 @@ struct Bench {
 impl Bench {
     fn new() -> Bench {
         let device = Device::open(0).expect("a GPU");
-        let little = compile::little_shared(&compile::arch_name(device.arch));
-        let cubin = compile::cubin(&Shape::DEMO, device.arch, little).expect("kernels");
-        let kernels = Kernels::load(&device, &Shape::DEMO, little, &cubin).expect("loaded");
+        let shared_kib = compile::shared_kib(&compile::arch_name(device.arch));
+        let cubin = compile::cubin(&Shape::DEMO, device.arch, shared_kib).expect("kernels");
+        let kernels = Kernels::load(&device, &Shape::DEMO, shared_kib, &cubin).expect("loaded");
         Bench { kernels, device }
     }
 
