@@ -45,7 +45,7 @@ sanitize() {
     model="--model assets/demo --backend cuda"
     # Watching all kernels at once, racecheck takes more memory than there is: some words in their names at a time.
     words=all
-    if [ "$tool" = racecheck ]; then words="gemm attend attention delta norm rows route experts head"; fi
+    if [ "$tool" = racecheck ]; then words="gemm attend attention delta norm rows route experts head updates"; fi
     for word in $words; do
         only=
         if [ "$word" != all ]; then only="--kernel-name kns=$word"; fi

@@ -29,23 +29,14 @@ fn want(index: usize, vocab: usize) -> Want {
     }
 }
 
-fn prefill(backend: &mut CudaBackend, states: &[StateId], prompts: &[Vec<u32>]) {
+/// Feeds tokens of their own to some states, all in one step or each in one.
+fn steps(backend: &mut CudaBackend, states: &[StateId], prompts: &[Vec<u32>], together: bool) -> Vec<Vec<String>> {
+    let vocab = backend.caps().vocab;
     for (state, prompt) in states.iter().zip(prompts) {
         feed(backend, vec![Row { state: *state, input: Input::Tokens(prompt.clone()), want: Want::Nothing }]);
     }
-}
-
-/// Feeds tokens of their own to some states in each of `steps`, all in one step or each in one.
-fn decode(
-    backend: &mut CudaBackend,
-    states: &[StateId],
-    prompts: &[Vec<u32>],
-    steps: Range<usize>,
-    together: impl Fn(usize) -> bool,
-) -> Vec<Vec<String>> {
-    let vocab = backend.caps().vocab;
     let mut outputs = vec![Vec::new(); states.len()];
-    for step in steps {
+    for step in 0..STEPS {
         let row = |index: usize| {
             let input = if step > 0 && !index.is_multiple_of(3) {
                 Input::PreviousSample
@@ -55,7 +46,7 @@ fn decode(
             Row { state: states[index], input, want: want(index, vocab) }
         };
         let rows: Vec<Row> = (0..states.len()).map(row).collect();
-        let results = if together(step) {
+        let results = if together {
             feed(backend, rows)
         } else {
             rows.into_iter().flat_map(|row| feed(backend, vec![row])).collect()
@@ -77,14 +68,12 @@ fn rows_are_the_same_together(shape: &Shape, counts: &[usize]) {
     let prompts: Vec<Vec<u32>> =
         (0..most).map(|i| Generator::new(i as u64).ids(1 + 7 * i % 100, shape.vocab)).collect();
     let states: Vec<StateId> = (0..most).map(|_| backend.new_state(CONTEXT).expect("a state")).collect();
-    prefill(&mut backend, &states, &prompts);
-    let alone = decode(&mut backend, &states, &prompts, 0..STEPS, |_| false);
+    let alone = steps(&mut backend, &states, &prompts, false);
     for count in counts {
         for state in &states {
             backend.reset_state(*state).expect("reset");
         }
-        prefill(&mut backend, &states, &prompts);
-        let together = decode(&mut backend, &states[..*count], &prompts[..*count], 0..STEPS, |_| true);
+        let together = steps(&mut backend, &states[..*count], &prompts[..*count], true);
         for (index, (together, alone)) in together.iter().zip(&alone).enumerate() {
             for (step, (together, alone)) in together.iter().zip(alone).enumerate() {
                 assert!(together == alone, "{count} rows: row {index} differs in step {step}");

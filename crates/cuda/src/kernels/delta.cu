@@ -23,7 +23,7 @@ DEVICE float* history_slot(float* conv, int layer, u32 position) {
 // time they have read it. The state has the bits that it has when every token writes it. Heads take turns.
 DEVICE bool writes_state(u32 position, int head) { return (position + head) % (KEPT + 1) == KEPT; }
 // How many updates are kept of a head when the token of `position` comes; that of a position lies in slot position % KEPT.
-DEVICE u32 updates_kept(u32 position, u64 applied, int head) { return min(position - (u32)applied, (position + head) % (KEPT + 1)); }
+DEVICE u32 updates_kept(u32 position, u32 applied, int head) { return min(position - applied, (position + head) % (KEPT + 1)); }
 
 DEVICE void update(float4& s, float decay, float e, float4 k) {
     s.x = __fmaf_rn(s.x, decay, __fmul_rn(e, k.x)), s.y = __fmaf_rn(s.y, decay, __fmul_rn(e, k.y));
@@ -43,7 +43,7 @@ DEVICE void apply(const Update& kept, float4 (&s)[4][2], int row, int lane16) {
 // blockIdx.y.
 KERNEL(512, 2) apply_updates(const Run* run) {
     const int head = blockIdx.x, row = threadIdx.x >> 4, lane16 = threadIdx.x & 15;
-    const u32 position = run->position, kept = updates_kept(position, run->applied, head);
+    const u32 position = run->position, kept = updates_kept(position, (u32)run->applied, head);
     if (kept == 0) return;
     const u64 at = (u64)blockIdx.y * VALUE_HEADS + head;
     float4* state = (float4*)(run->delta + (at * DELTA_HEAD + row) * DELTA_HEAD) + lane16;
@@ -59,16 +59,6 @@ KERNEL(512, 2) apply_updates(const Run* run) {
         for (int i = 0; i < 2; i++) state[p * 8 * DELTA_HEAD + 16 * i] = s[p][i];
 }
 
-// A lane's part of a row of S k and of S q.
-DEVICE float2 products(const float4 (&s)[2], const float4 (&k)[2], const float4 (&q)[2]) {
-    float sk = 0.0f, sq = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        sk += s[i].x * k[i].x + s[i].y * k[i].y + s[i].z * k[i].z + s[i].w * k[i].w;
-        sq += s[i].x * q[i].x + s[i].y * q[i].y + s[i].z * q[i].z + s[i].w * q[i].w;
-    }
-    return make_float2(sk, sq);
-}
 // A lane's part of q or k, times the scale.
 DEVICE void load_scaled(float4 (&to)[2], const float* from, float scale, int lane16) {
 #pragma unroll
@@ -77,17 +67,15 @@ DEVICE void load_scaled(float4 (&to)[2], const float* from, float scale, int lan
         to[i].x *= scale, to[i].y *= scale, to[i].z *= scale, to[i].w *= scale;
     }
 }
-DEVICE float dot(const float4 (&k)[2], const float4 (&q)[2]) {
+// A lane's part of a product over the columns.
+DEVICE float dot(const float4 (&a)[2], const float4 (&b)[2]) {
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 2; i++) sum += k[i].x * q[i].x + k[i].y * q[i].y + k[i].z * q[i].z + k[i].w * q[i].w;
-    return sum_lanes<16>(sum);
+    for (int i = 0; i < 2; i++) sum += a[i].x * b[i].x + a[i].y * b[i].y + a[i].z * b[i].z + a[i].w * b[i].w;
+    return sum;
 }
-// Of q and k, from the sums of squares of their four parts.
-DEVICE float query_scale(const float* sums) {
-    return inverse_root(sums[0] + sums[1] + sums[2] + sums[3] + UNIT_EPS) * inverse_root((float)DELTA_HEAD);
-}
-DEVICE float key_scale(const float* sums) { return inverse_root(sums[0] + sums[1] + sums[2] + sums[3] + UNIT_EPS); }
+// What gives q or k unit length, from the sums of squares of its four parts.
+DEVICE float unit_scale(const float* sums) { return inverse_root(sums[0] + sums[1] + sums[2] + sums[3] + UNIT_EPS); }
 
 // ---- The step's one row, four CTAs a head, each of which has a slice of 32 rows of its state; 512 threads, 16 lanes a row.
 // In: projected [PROJ_DELTA], taps [CONV_WIDTH, 4], rates = exp(A_log), dt_bias [VALUE_HEADS], norm [128].
@@ -146,12 +134,11 @@ delta_step(const Run* run, int layer, const float* projected, const float4* taps
         gates[1] = sigmoid(load_cg(projected + PROJ_B + head));
     }
     __syncthreads();
-    const float q_scale = query_scale(sums), k_scale = key_scale(sums + 4), decay = gates[0];
+    const float q_scale = unit_scale(sums) * inverse_root((float)DELTA_HEAD), k_scale = unit_scale(sums + 4), decay = gates[0];
     float4 k[2], q[2];
     load_scaled(k, ks, k_scale, lane16), load_scaled(q, qs, q_scale, lane16);
-    const float kq = dot(k, q);
-    const float2 own = products(s, k, q);
-    const float sk = sum_lanes<16>(own.x), sq = sum_lanes<16>(own.y), e = gates[1] * (vs[row] - decay * sk);
+    const float kq = sum_lanes<16>(dot(k, q));
+    const float sk = sum_lanes<16>(dot(s, k)), sq = sum_lanes<16>(dot(s, q)), e = gates[1] * (vs[row] - decay * sk);
     if (lane16 == 0) outputs[row] = __fmaf_rn(decay, sq, __fmul_rn(e, kq));
 #pragma unroll
     for (int i = 0; i < 2; i++) {

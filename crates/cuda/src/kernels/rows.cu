@@ -247,15 +247,17 @@ rows_delta_step(const Run* run, int layer, const float* projected, const float4*
             }
             fetch(n + 1);
         }
-        for (u32 i = 0; i < updates_kept(position, applied, first + n); i++) apply(kept[n][i], s, row, lane16);
+        const u32 behind = updates_kept(position, applied, first + n);
+        for (u32 i = 0; i < behind; i++) apply(kept[n][i], s, row, lane16);
         float4 k[2], q[2];
-        load_scaled(k, convolved + DELTA_HEAD, key_scale(sums + 4), lane16), load_scaled(q, convolved, query_scale(sums), lane16);
+        load_scaled(k, convolved + DELTA_HEAD, unit_scale(sums + 4), lane16);
+        load_scaled(q, convolved, unit_scale(sums) * inverse_root((float)DELTA_HEAD), lane16);
         const float decay = decays[n];
         Update* const to = keep[n];
-        const float kq = dot(k, q);
+        const float kq = sum_lanes<16>(dot(k, q));
         float2 own[4];
 #pragma unroll
-        for (int p = 0; p < 4; p++) own[p] = products(s[p], k, q);
+        for (int p = 0; p < 4; p++) own[p] = make_float2(dot(s[p], k), dot(s[p], q));
         // S k (lanes below 8) or S q of one of the lane's rows.
         const float sum = scatter_sums(own, lane16);
         const int value = lane16 / 2 % 4 * 32 + row;
@@ -421,7 +423,7 @@ template <int BYTES, int DEPTH, int APART = TEAM_WARPS> struct BlockStream {
         }
         copy_commit();
     }
-    // Those from the first on, or from the second on.
+    // The warp's blocks FROM to TO, not including the latter, of those that there are slots for.
     template <int FROM, int TO, class Address> DEVICE void fill(u32 count, Address address) {
 #pragma unroll
         for (int i = FROM; i < TO; i++) fetch(threadIdx.x / 32 % TEAM_WARPS + i * APART, slots + i * BYTES, count, address);
@@ -507,12 +509,12 @@ template <int BLOCKS, int BITS, int QUADS, int STRIDE, int CHAINS = 2> struct Ro
 };
 
 // Of every CTA: slots of all teams, then the image of all rows, then sums of each team.
-template <int STRIDE> DEVICE char* image_of_cta() { return dynamic_shared + ROW_SLOT_BYTES; }
+DEVICE char* image_of_cta() { return dynamic_shared + ROW_SLOT_BYTES; }
 template <int STRIDE> DEVICE char* sums_of_cta() { return dynamic_shared + ROW_SLOT_BYTES + ROWS * STRIDE; }
 
 // Asks for `rows` rows of an image's part.
 template <int STRIDE> DEVICE void fetch_image(const RowImage& x, int part, int rows) {
-    const u32 to = shared_address(image_of_cta<STRIDE>());
+    const u32 to = shared_address(image_of_cta());
     const u8* from = x.at + part * ROWS * STRIDE;
     for (int i = threadIdx.x; i < rows * (STRIDE / 16); i += ROW_THREADS) copy16(to + i * 16, from + i * 16);
     copy_commit();
@@ -539,11 +541,11 @@ DEVICE void quads_linear(int first, int apart, int tiles, const RowImage& x, int
         copy_wait<0>();
         __syncthreads();
         for (int i = threadIdx.x; i < ROWS * (ROW_BLOCK / 4); i += ROW_THREADS)
-            *(u32*)(image_of_cta<STRIDE>() + i / (ROW_BLOCK / 4) * STRIDE + (BLOCKS - 1) * ROW_BLOCK + i % (ROW_BLOCK / 4) * 4) = 0;
+            *(u32*)(image_of_cta() + i / (ROW_BLOCK / 4) * STRIDE + (BLOCKS - 1) * ROW_BLOCK + i % (ROW_BLOCK / 4) * 4) = 0;
     }
     copy_wait<T::DEPTH - 1>();
     __syncthreads();
-    const u32 image = shared_address(image_of_cta<STRIDE>());
+    const u32 image = shared_address(image_of_cta());
     t.run(
         sums, tiles, address, [](int) { return 0; }, [=](int, int row) { return image + row * STRIDE; },
         [&](int index, int row, int output, float sum) { take(first + index * apart, row, output, sum, row < rows); });
@@ -728,7 +730,7 @@ rows_up(const char* weights, const float* logits, RowImage x, int rows, const fl
     copy_wait<ROW_SLOTS>();
     __syncthreads();
     if (blockIdx.x == 0) leave_meetings(meetings, count, list, list_count);
-    const u32 image = shared_address(image_of_cta<STRIDE>());
+    const u32 image = shared_address(image_of_cta());
     t.run(
         sums, tiles.y - tiles.x, address, [&](u32 index) { return (tiles.x + index) / EXPERT_TILES; },
         [&](u32 index, u32 row) {
