@@ -7,7 +7,7 @@ use lily_model::{Checkpoint, Shape};
 
 use crate::device::Pointer;
 use crate::kernels::moe::Routing;
-use crate::kernels::rows::{Meetings, Normed, Parts, RowImage};
+use crate::kernels::rows::{Meetings, Parts, RowImage};
 use crate::kernels::{BLOCK4_BYTES, Finish, FixedRows, Gemm, Grouping, Kernels, Pass, TILE_ROWS, blocks};
 use crate::plan::{DeviceWeights, LOGIT_ROWS, Layer, LayerMixer, Scratch};
 
@@ -107,7 +107,7 @@ impl Forward<'_> {
     }
 
     /// The experts of a layer for rows whose normed stream is there; what they give is left in parts.
-    fn rows_experts(&self, layer: &Layer, (normed, rows): (Normed, usize), meetings: &Meetings) -> Result<()> {
+    fn rows_experts(&self, layer: &Layer, (normed, rows): (RowImage, usize), meetings: &Meetings) -> Result<()> {
         let (pass, k, s) = (&self.pass, self.kernels, self.scratch);
         k.rows_route_and_share(pass, (layer.router, layer.shared_up), normed, rows, (s.router, s.activation))?;
         k.rows_up(pass, (layer.experts_up, s.router), (normed, rows), s.activation, meetings)?;
@@ -115,9 +115,8 @@ impl Forward<'_> {
     }
 
     /// Where rows that share a pass have their normed stream.
-    fn row_inputs(&self) -> Normed {
-        let s = self.scratch;
-        Normed { x: RowImage::whole(s.fixed, self.kernels.sizes.hidden), squares: s.row_squares }
+    fn row_inputs(&self) -> RowImage {
+        RowImage::whole(self.scratch.fixed, self.kernels.sizes.hidden)
     }
 
     fn meetings(&self) -> Meetings {

@@ -466,8 +466,6 @@ scratch! {
     part_sums: |s: S<'_>, _, grid: ScratchGrid| 8 * ROWS * s.query_heads * grid.parts;
     /// Partial outputs `[rows, parts, query heads, 256]`.
     part_values: |s: S<'_>, _, grid: ScratchGrid| 1024 * ROWS * s.query_heads * grid.parts;
-    /// Sums of squares of norms `[rows, hidden / 256]`.
-    row_squares: |s: S<'_>, _, _| 4 * ROWS * blocks(s.hidden);
     /// Who meets which expert.
     meetings: |s: S<'_>, _, _| Meetings::BYTES * Meetings::most(s);
     meeting_count: |_: S<'_>, _, _| 4;

@@ -173,7 +173,8 @@ impl CudaBackend {
         let pass = Pass { device: &self.device, overlap: false };
         let (s, results, vocab) = (&self.scratch, self.results.pointer, self.caps.vocab);
         if runs.iter().any(|run| run.greedy == 1) {
-            self.kernels.pick_best(&pass, (s.runs, count), s.bests, results)?;
+            let bests = (s.bests, self.kernels.rows_head_grid(&pass));
+            self.kernels.pick_best(&pass, (s.runs, count), bests, results)?;
         }
         let mut done = Vec::with_capacity(count);
         for (at, ((index, row), mut run)) in rows.into_iter().zip(runs).enumerate() {
@@ -306,7 +307,7 @@ impl CudaBackend {
         let pass = Pass { device: &self.device, overlap: false };
         let (k, s, results) = (&self.kernels, &self.scratch, self.results.pointer);
         if is_plain_greedy(params) {
-            k.pick_best(&pass, (s.run, 1), s.bests, results)?;
+            k.pick_best(&pass, (s.run, 1), (s.bests, k.head_grid(&pass)), results)?;
         } else {
             k.sample(&pass, s.run, s.logits, &self.sample_scratch(), results)?;
         }
@@ -392,7 +393,7 @@ impl Graphs {
             forward: pass.device.capture(forward)?,
             greedy: pass.device.capture(|| {
                 forward()?;
-                kernels.pick_best(pass, (scratch.run, 1), scratch.bests, results)
+                kernels.pick_best(pass, (scratch.run, 1), (scratch.bests, kernels.head_grid(pass)), results)
             })?,
             sample: pass.device.capture(|| {
                 forward()?;

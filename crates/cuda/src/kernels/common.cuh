@@ -131,6 +131,54 @@ template <int BYTES, int DEPTH> struct BlockRing {
     }
 };
 
+// ---- Pieces of up to BYTES bytes on their way into a CTA's shared memory, each into one of some slots.
+template <int SLOTS, int BYTES> struct PieceRing {
+    char slots[SLOTS][BYTES];
+    u64 arrived[SLOTS];
+
+#if __CUDA_ARCH__ >= 900
+    static constexpr bool ENGINE = true;
+    // One thread asks the copy engine. Turns of a slot are even and odd.
+    DEVICE void begin() {
+        if (threadIdx.x == 0)
+#pragma unroll
+            for (int i = 0; i < SLOTS; i++)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrived + i)) : "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads();
+    }
+    DEVICE void fetch(int slot, const char* from, int bytes) {
+        if (threadIdx.x) return;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived + slot)), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(slots[slot])),
+                     "l"(from), "r"(bytes), "r"(shared_address(arrived + slot))
+                     : "memory");
+    }
+    DEVICE void fetched() {}
+    template <int PENDING> DEVICE void ready() {}
+    DEVICE void wait(int slot, int turn) {
+        asm volatile(
+            "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}\n" ::"r"(
+                shared_address(arrived + slot)),
+            "r"(turn)
+            : "memory");
+    }
+#else
+    static constexpr bool ENGINE = false;
+    DEVICE void begin() {}
+    DEVICE void fetch(int slot, const char* from, int bytes) {
+        for (int at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16) copy16(slots[slot] + at, from + at);
+        copy_commit();
+    }
+    // A group of copies stands for every piece, also for those that are not there.
+    DEVICE void fetched() { copy_commit(); }
+    // To be called before the CTA meets, behind which all pieces but PENDING are there.
+    template <int PENDING> DEVICE void ready() { copy_wait<PENDING>(); }
+    DEVICE void wait(int, int) {}
+#endif
+};
+
 // Shared memory by its address, which stays one register over a loop where the compiler would make a pointer anew in every turn.
 DEVICE uint4 load_shared16(u32 at) {
     uint4 v;
@@ -216,58 +264,83 @@ DEVICE void mma_u8_s8(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 }
 constexpr u32 NIBBLES = 0x0f0f0f0fu;
 
-// ---- The choice of experts: one warp, ids of the highest logits, lowest first on ties, in falling order. Lane i < TOP_K gets
-// the i-th id and its weight, the softmax over the chosen.
-struct Choice {
-    u32 id;
-    float weight;
-};
+// ---- The choice of experts: one warp, ids of the highest logits, lowest first on ties, in falling order.
 DEVICE u32 order_key(float x) {  // larger floats have larger keys; -0 counts as 0
     u32 bits = __float_as_uint(x + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
-// `chosen` [TOP_K] is the warp's, in shared memory. Small loops: all code of a step together is more than what a processor keeps.
-DEVICE Choice choose_experts(const float* logits, int lane, uint2* chosen) {
-    constexpr int PER_LANE = (EXPERTS + 31) / 32;
-    u32 keys[PER_LANE], ids[PER_LANE];
+// A lane's logits: of experts lane, lane + 32, ...
+struct LaneLogits {
+    static constexpr int COUNT = (EXPERTS + 31) / 32;
+    float of[COUNT];
+    DEVICE LaneLogits(const float* logits, int lane) {
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        ids[i] = i * 32 + lane;
-        // Key 0 is below that of every number.
-        keys[i] = ids[i] < EXPERTS ? order_key(load_cg(logits + ids[i])) : 0;
+        for (int i = 0; i < COUNT; i++) of[i] = load_cg(logits + min(i * 32 + lane, EXPERTS - 1));
     }
-    // Each lane's keys in falling order; equal ones stay in the order of their ids, because only neighbours change places.
+};
+// Ids of the chosen to `chosen` [TOP_K], the warp's in shared memory: for any logits.
+DEVICE void pick_carefully(const LaneLogits& logits, int lane, u32* chosen) {
+    u32 taken = 0;
 #pragma unroll 1
-    for (int step = 0; step < PER_LANE; step += 2)
+    for (int round = 0; round < TOP_K; round++) {
+        u32 key = 0, id = 0xffffffffu;
+#pragma unroll
+        for (int i = 0; i < LaneLogits::COUNT; i++) {
+            // Key 0 is below that of every number.
+            const u32 own = i * 32 + lane < EXPERTS && !(taken >> i & 1) ? max(order_key(logits.of[i]), 1u) : 0;
+            if (own > key) key = own, id = i * 32 + lane;
+        }
+        const u32 highest = __reduce_max_sync(FULL, key), lowest = __reduce_min_sync(FULL, key == highest ? id : 0xffffffffu);
+        if (id == lowest) chosen[round] = id, taken |= 1u << id / 32;
+    }
+}
+// The same, at once where the logits differ by more than their last three bits: there the number of a logit stands among its lane's. Small
+// loops: all code of a step together is more than what a processor keeps.
+DEVICE void pick_experts(const LaneLogits& logits, int lane, u32* chosen) {
+    constexpr int COUNT = LaneLogits::COUNT;
+    constexpr u32 NUMBER = 7;
+    static_assert(COUNT <= 8);
+    u32 keys[COUNT], found = 0, last = 0xffffffffu;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) keys[i] = i * 32 + lane < EXPERTS ? order_key(logits.of[i]) & ~NUMBER | NUMBER - i : 0;
+    // Each lane's in falling order.
+#pragma unroll 1
+    for (int step = 0; step < COUNT; step += 2)
 #pragma unroll
         for (int odd = 0; odd < 2; odd++)
 #pragma unroll
-            for (int i = odd; i + 1 < PER_LANE; i += 2) {
-                const bool swap = keys[i] < keys[i + 1];
-                const u32 key = keys[i], id = ids[i];
-                keys[i] = swap ? keys[i + 1] : key, keys[i + 1] = swap ? key : keys[i + 1];
-                ids[i] = swap ? ids[i + 1] : id, ids[i + 1] = swap ? id : ids[i + 1];
+            for (int i = odd; i + 1 < COUNT; i += 2) {
+                const u32 low = min(keys[i], keys[i + 1]);
+                keys[i] = max(keys[i], keys[i + 1]), keys[i + 1] = low;
             }
+    bool differ = true;
 #pragma unroll 1
-    for (int round = 0; round < TOP_K; round++) {
+    for (int round = 0; round <= TOP_K; round++) {
         const u32 highest = __reduce_max_sync(FULL, keys[0]);
-        u32 holders = __ballot_sync(FULL, keys[0] == highest);
-        // Of equal ones the lowest id, which is rarely needed.
-        if (holders & (holders - 1)) {
-            const u32 lowest = __reduce_min_sync(FULL, keys[0] == highest ? ids[0] : 0xffffffffu);
-            holders = __ballot_sync(FULL, keys[0] == highest && ids[0] == lowest);
-        }
-        if (lane == __ffs(holders) - 1) {
-            chosen[round] = make_uint2(ids[0], highest);
+        differ = differ && (highest ^ last) > NUMBER;
+        last = highest;
+        const bool own = keys[0] == highest && round < TOP_K;
+        if (own) chosen[round] = (NUMBER - highest % (NUMBER + 1)) * 32 + lane;
+        found += own;
 #pragma unroll
-            for (int i = 0; i + 1 < PER_LANE; i++) keys[i] = keys[i + 1], ids[i] = ids[i + 1];
-            keys[PER_LANE - 1] = 0;
-        }
+        for (int i = 0; i + 1 < COUNT; i++) keys[i] = own ? keys[i + 1] : keys[i];
+        keys[COUNT - 1] = own ? 0 : keys[COUNT - 1];
     }
     __syncwarp();
-    const uint2 own = lane < TOP_K ? chosen[lane] : make_uint2(0, 0);
-    const float logit = __uint_as_float(own.y & 0x80000000u ? own.y & 0x7fffffffu : ~own.y);
+    // Of equal ones in different lanes more than one was found.
+    if (!differ || __reduce_add_sync(FULL, found) != TOP_K) pick_carefully(logits, lane, chosen);
+    __syncwarp();
+}
+// The weight of the lane-th of those, the softmax over them; nothing from the TOP_K-th lane on.
+DEVICE float weigh_chosen(const LaneLogits& logits, const u32* chosen, int lane) {
+    const u32 id = lane < TOP_K ? chosen[lane] : 0;
+    float logit = 0.0f;
+#pragma unroll
+    for (int i = 0; i < LaneLogits::COUNT; i++) {
+        const float other = __shfl_sync(FULL, logits.of[i], id % 32);
+        if (id / 32 == i) logit = other;
+    }
     const float top = __shfl_sync(FULL, logit, 0);
     const float weight = lane < TOP_K ? expf(logit - top) : 0.0f;
-    return Choice{own.x, weight / sum_lanes<32>(weight)};
+    return weight / sum_lanes<32>(weight);
 }

@@ -2,7 +2,7 @@
 
 use lily_backend::Result;
 
-use super::rows::RowImage;
+use super::rows::{RowImage, slots};
 use super::{Kernels, Pass, Sizes, arguments};
 use crate::device::Pointer;
 
@@ -28,9 +28,12 @@ pub(super) fn shared_of_scan(_: &Sizes) -> usize {
     SCAN_SLOTS * PIECE + 32 + 8 * 6 * 512 + 2 * 4 * 4 * 512
 }
 
-/// The state of a value head, of those of a key head that are not the first.
+/// Most value heads of a CTA of [`Kernels::rows_delta_step`].
+const MOST_HEADS: usize = 4;
+
+/// A ring of states, and whether they are there.
 pub(super) fn shared_of_rows(s: &Sizes) -> usize {
-    if s.value_heads > s.key_heads { 4 * 128 * 128 } else { 0 }
+    slots(s) * 4 * 128 * 128 + 32
 }
 
 /// Bytes of the updates that a state keeps of one head: see `KEPT` and `Update`.
@@ -80,9 +83,14 @@ impl Kernels {
         v: &DeltaVectors,
         out: RowImage,
     ) -> Result<()> {
-        let layer = layer as i32;
+        let (layer, keys) = (layer as i32, self.sizes.key_heads);
+        // As few key heads together as leave no CTA without a processor, or as many as a CTA may have.
+        let most = MOST_HEADS / (self.sizes.value_heads / keys);
+        let mut splits = (1..=most).filter(|together| keys.is_multiple_of(*together)).map(|together| keys / together);
+        let fewest = splits.clone().min().unwrap_or(keys);
+        let ctas = splits.find(|ctas| ctas * rows <= pass.device.processors as usize).unwrap_or(fewest);
         let arguments = arguments![runs, layer, projected, v.taps, v.rates, v.dt_bias, v.norm, out];
-        pass.launch(self.rows_delta_step, (self.sizes.key_heads, rows), 512, arguments)
+        pass.launch(self.rows_delta_step, (ctas, rows), 512, arguments)
     }
 
     /// Applies what is kept of a state's updates, in all `layers` delta layers.

@@ -10,51 +10,8 @@
 constexpr int SCAN_THREADS = 256;
 constexpr int SCAN_SLOTS = 3;
 constexpr int SCAN_PIECES = 7;   // of a chunk: W, W, Q, Q, K, K, P
-struct Ring {
-    char slots[SCAN_SLOTS][PIECE];
-    u64 arrived[SCAN_SLOTS];
-
-#if __CUDA_ARCH__ >= 900
-    // One thread asks the copy engine. Turns of a slot are even and odd.
-    DEVICE void begin() {
-        if (threadIdx.x == 0)
-#pragma unroll
-            for (int i = 0; i < SCAN_SLOTS; i++)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrived + i)) : "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();
-    }
-    DEVICE void fetch(int slot, const char* from, int bytes) {
-        if (threadIdx.x) return;
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived + slot)), "r"(bytes) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         shared_address(slots[slot])),
-                     "l"(from), "r"(bytes), "r"(shared_address(arrived + slot))
-                     : "memory");
-    }
-    DEVICE void fetched() {}
-    DEVICE void ready() {}
-    DEVICE void wait(int slot, int turn) {
-        asm volatile(
-            "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}\n" ::"r"(
-                shared_address(arrived + slot)),
-            "r"(turn)
-            : "memory");
-    }
-#else
-    DEVICE void begin() {}
-    DEVICE void fetch(int slot, const char* from, int bytes) {
-        for (int at = threadIdx.x * 16; at < bytes; at += SCAN_THREADS * 16) copy16(slots[slot] + at, from + at);
-        copy_commit();
-    }
-    // A group of copies stands for every piece, also for those that are not there.
-    DEVICE void fetched() { copy_commit(); }
-    DEVICE void ready() { copy_wait<SCAN_SLOTS - 2>(); }
-    DEVICE void wait(int, int) {}
-#endif
-};
 struct Scan {
-    Ring ring;
+    PieceRing<SCAN_SLOTS, PIECE> ring;
     float4 met[8][6][32];            // of a warp: sums over its keys, of 8 tokens each that it does not finish
     uint4 errors[2][4][2][2][32];    // of a group: 16 tokens of E, as it is and times D_n, as A operands' high and low halves
 };
@@ -132,7 +89,7 @@ delta_scan(const Run* run, int layer, const float* projected, const char* relate
         const float* factors = (const float*)(own_factors + at_chunk);
         // The next piece, as this lane sees it. All warps are done with the one before.
         auto next = [&](int piece) {
-            shared.ring.ready();
+            shared.ring.ready<SCAN_SLOTS - 2>();
             __syncthreads();
             const int later = piece + SCAN_SLOTS - 1, wraps = later >= SCAN_PIECES;
             if (chunk + wraps < chunks)

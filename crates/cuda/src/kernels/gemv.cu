@@ -444,7 +444,7 @@ experts_up(const char* weights, const char* shared_down, const float* logits, co
     __shared__ T::Shared shared;
     __shared__ SharedDown::Shared shared_of_down;
     __shared__ float4 aside[2][64];
-    __shared__ uint2 chosen[TOP_K];
+    __shared__ u32 chosen[TOP_K];
     T t(dynamic_shared, TOP_K * EXPERT_TILES);
     const bool takes_down = t.warp == WARPS - 1;
     SharedDown down(shared_down, dynamic_shared + WARPS * SLOTS * BLOCK4);
@@ -454,7 +454,7 @@ experts_up(const char* weights, const char* shared_down, const float* logits, co
     // Only now: so the next kernel may use what the kernels before this one wrote before it waits itself.
     launch_dependents();
     auto address = [&](int tile, int block) {
-        const u64 row = (u64)chosen[tile / EXPERT_TILES].x * EXPERT_TILES + tile % EXPERT_TILES;
+        const u64 row = (u64)chosen[tile / EXPERT_TILES] * EXPERT_TILES + tile % EXPERT_TILES;
         return weights + (row * HIDDEN_BLOCKS + block) * BLOCK4;
     };
     // Every warp fetches its inputs at once: behind the experts' weights they would come late. The first one then chooses, the last
@@ -471,7 +471,7 @@ experts_up(const char* weights, const char* shared_down, const float* logits, co
             down.run(shared_of_down, activation + TOP_K * EXPERT_STRIDE, sigmoid(load_cg(logits + SHARED_GATE)), shared_out);
             meet(CHOSEN_FOR_LAST, 64);
         } else {
-            choose_experts(logits, t.lane, chosen);
+            pick_experts(LaneLogits(logits, t.lane), t.lane, chosen);
             arrive(CHOSEN_FOR_LAST, 64);
             meet(CHOSEN, THREADS - 32);
         }
@@ -504,18 +504,20 @@ KERNEL(THREADS, 2)
 experts_down(const char* experts, const float* logits, const float* activation, const float* shared_out, float* h) {
     typedef Tiles<ROUTED_BLOCKS, 4> T;
     __shared__ T::Shared shared;
-    __shared__ uint2 chosen[TOP_K];
+    __shared__ u32 chosen[TOP_K];
     __shared__ float weights[TOP_K];
     T t(dynamic_shared, HIDDEN / 16);
     launch_dependents();
     // The router's kernel is complete: the one between launched this only after it had waited for it.
     if (t.warp == 0) {
-        const Choice choice = choose_experts(logits, t.lane, chosen);
-        if (t.lane < TOP_K) weights[t.lane] = choice.weight;
+        const LaneLogits own(logits, t.lane);
+        pick_experts(own, t.lane, chosen);
+        const float weight = weigh_chosen(own, chosen, t.lane);
+        if (t.lane < TOP_K) weights[t.lane] = weight;
     }
     __syncthreads();
     auto address = [&](int tile, int block) {
-        const u64 row = (u64)chosen[block / EXPERT_BLOCKS].x * (HIDDEN / 16) + tile;
+        const u64 row = (u64)chosen[block / EXPERT_BLOCKS] * (HIDDEN / 16) + tile;
         return experts + (row * EXPERT_BLOCKS + block % EXPERT_BLOCKS) * BLOCK4;
     };
     t.fill(address);

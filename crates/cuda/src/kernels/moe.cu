@@ -4,13 +4,16 @@
 
 // ---- The choice. A warp per token. In: logits [tokens, ROUTER_ROWS]. Out: ids and weights [tokens, TOP_K].
 KERNEL(256, 4) route_many(const float* logits, int tokens, u32* ids, float* weights) {
-    __shared__ uint2 chosen[8][TOP_K];
+    __shared__ u32 chosen[8][TOP_K];
     const int token = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
     if (token >= tokens) return;
-    const Choice choice = choose_experts(logits + (u64)token * ROUTER_ROWS, lane, chosen[threadIdx.x >> 5]);
+    u32* const own = chosen[threadIdx.x >> 5];
+    const LaneLogits of_token(logits + (u64)token * ROUTER_ROWS, lane);
+    pick_experts(of_token, lane, own);
+    const float weight = weigh_chosen(of_token, own, lane);
     if (lane < TOP_K) {
-        ids[token * TOP_K + lane] = choice.id;
-        weights[token * TOP_K + lane] = choice.weight;
+        ids[token * TOP_K + lane] = own[lane];
+        weights[token * TOP_K + lane] = weight;
     }
 }
 

@@ -13,7 +13,7 @@ constexpr int TEAM_WARPS = 8, TEAM_THREADS = TEAM_WARPS * 32;
 constexpr int TEAMS = LITTLE_SHARED ? 1 : 2;
 constexpr int ROW_THREADS = TEAMS * TEAM_THREADS;
 constexpr int ROW_SLOTS = SHARED_KIB >= 227 ? 3 : LITTLE_SHARED ? 1 : 2;   // blocks of 4 bits that a warp has on the way
-constexpr int DOWN_SLOTS = 3;                                              // the same of the down projections
+constexpr int DOWN_SLOTS = 4;                                              // the same of the down projections
 constexpr int ROW_SLOT_BYTES = TEAMS * TEAM_WARPS * ROW_SLOTS * BLOCK4;
 // CTAs of the down projections that have room beside each other.
 #if __CUDA_ARCH__ >= 900
@@ -37,10 +37,11 @@ constexpr int MEETINGS = ROWS * TOP_K;
 // ---- Rows of inputs as they lie in shared memory, and in device memory to be copied from there.
 //
 // A block of a row: high bytes of its 4 groups; low bytes, of groups 1, 0, 3, 2, so that a group's high and low bytes lie in different
-// banks; scale and sum of each group. A row: its blocks, and 16 bytes that keep rows apart in the banks. An image: ROWS such rows, in parts
-// that some CTA each needs alone: of two parts the first has the even blocks.
+// banks; scale and sum of each group. A row: its blocks, and of each block the sum of squares that a norm needs, in an odd number of 16 bytes,
+// which keep rows apart in the banks. An image: ROWS such rows, in parts that some CTA each needs alone: of two parts the first has the
+// even blocks.
 constexpr int ROW_BLOCK = 2 * BLOCK_INPUTS + 4 * 8;
-DEVICE constexpr int row_stride(int blocks) { return blocks * ROW_BLOCK + 16; }
+DEVICE constexpr int row_stride(int blocks) { return blocks * ROW_BLOCK + ((blocks + 3) / 4 | 1) * 16; }
 struct RowImage {
     u8* at;
     int blocks, parts;
@@ -49,6 +50,8 @@ struct RowImage {
         const int stride = row_stride((blocks + parts - 1) / parts);
         return at + (block % parts * ROWS + row) * stride + block / parts * ROW_BLOCK;
     }
+    // Of a row that is in one part.
+    DEVICE float* squares(int row) const { return (float*)block(row, blocks); }
 };
 
 // A lane's part of a block, to where the block lies.
@@ -83,11 +86,10 @@ template <int COUNT> DEVICE float4 add_parts(const float* parts, int k) {
 }
 
 // Adds to h what lies in `parts`: NOTHING; MIXED [rows, 2, HIDDEN] by an output projection; EXPERTS [rows, DOWN_BLOCKS, HIDDEN].
-// Then its norm without the scale, whose sums of squares go to `squares` [rows, HIDDEN_BLOCKS]. A CTA has a block: two warps add, one
-// goes on. `meeting_count` becomes 0 for what comes behind.
+// Then its norm without the scale, to `out`. A CTA has a block: two warps add, one goes on. `meeting_count` becomes 0 for what comes behind.
 enum Parts { NOTHING, MIXED, EXPERTS_PARTS };
 KERNEL(64, 8)
-rows_norm(float* h, const float* parts, int kind, const float* norm, RowImage out, float* squares, u32* meeting_count) {
+rows_norm(float* h, const float* parts, int kind, const float* norm, RowImage out, u32* meeting_count) {
     __shared__ float stream[BLOCK_INPUTS];
     const int lane = threadIdx.x & 31, row = blockIdx.x / HIDDEN_BLOCKS, block = blockIdx.x % HIDDEN_BLOCKS;
     launch_dependents();
@@ -123,7 +125,7 @@ rows_norm(float* h, const float* parts, int kind, const float* norm, RowImage ou
     }
     const float sum = normed(v, w);
     store_lane(out.block(row, block), fix_lane(v, lane), lane, lane >> 3);
-    if (lane == 0) squares[row * HIDDEN_BLOCKS + block] = sum;
+    if (lane == 0) out.squares(row)[block] = sum;
 }
 
 // Rows of `x` [rows, 256 blocks] as they are.
@@ -149,109 +151,124 @@ DEVICE float scatter_sums(const float2 (&own)[4], int lane16) {
     return one + __shfl_xor_sync(FULL, one, 1);
 }
 
-// One token of each row through a delta layer, with the gated norm, to out [rows, VALUE_WIDTH]. A CTA for each key head, blockIdx.x, with
-// its value heads, and row, blockIdx.y; 16 lanes have a row of a state. All states of a pass are on their way before the inputs are waited
-// for: the CTA's first one into registers, the next into shared memory. Of four tokens one writes a head's state, see delta.cu.
+// One token of each row through a delta layer, with the gated norm, to out [rows, VALUE_WIDTH]. A CTA has some key heads, KEY_HEADS /
+// gridDim.x from blockIdx.x on, with their value heads, of row blockIdx.y; 16 lanes have a row of a state. States are on their way before the
+// inputs are waited for, and come one after the other. Of four tokens one writes a head's state, see delta.cu.
 // In: as delta_step. Bytes moved: the state read, 64 KB a head, and where it is written as many.
-KERNEL(512, 2)
+constexpr int STATE = DELTA_HEAD * DELTA_HEAD;
+constexpr int STATE_SLOTS = ROW_SLOTS;   // states that a CTA has on the way
+constexpr int MOST_HEADS = 4;            // of a CTA
+typedef PieceRing<STATE_SLOTS, STATE * 4> StateRing;
+KERNEL(512, 1)
 rows_delta_step(const Run* run, int layer, const float* projected, const float4* taps, const float* rates, const float* dt_bias,
                 const float* norm, RowImage out) {
-    constexpr int HEADS = VALUES_PER_KEY, CHANNELS = (2 + HEADS) * DELTA_HEAD, ROUNDS = (CHANNELS + 511) / 512;
-    constexpr int PIECES = sizeof(Update) / 16;
-    static_assert(HEADS <= 4 && KEPT * PIECES <= 512);
-    // q, k, and v of each head.
-    __shared__ __align__(16) float convolved[CHANNELS];
-    __shared__ float sums[8], decays[HEADS], betas[HEADS], weights[DELTA_HEAD], gates[HEADS * DELTA_HEAD];
-    __shared__ float outputs[HEADS * DELTA_HEAD], squares[HEADS * 4];
-    __shared__ __align__(16) Update kept[HEADS][KEPT];
-    __shared__ Update* keep[HEADS];   // where this token's go, or nowhere because the state is written
-    const int first = blockIdx.x * HEADS, tid = threadIdx.x, row = tid >> 4, lane16 = tid & 15, lane = tid & 31;
+    constexpr int CHANNELS = (2 + VALUES_PER_KEY) * DELTA_HEAD, MOST_CHANNELS = MOST_HEADS / VALUES_PER_KEY * CHANNELS;
+    constexpr int ROUNDS = (MOST_CHANNELS + 511) / 512, PIECES = sizeof(Update) / 16;
+    static_assert(VALUES_PER_KEY <= MOST_HEADS && MOST_HEADS * DELTA_HEAD <= 512 && KEPT * PIECES <= 512);
+    // Of each key head q, k, and v of its value heads.
+    __shared__ __align__(16) float convolved[MOST_CHANNELS];
+    __shared__ float sums[MOST_HEADS][8], decays[MOST_HEADS], betas[MOST_HEADS], gates[MOST_HEADS * DELTA_HEAD];
+    __shared__ __align__(16) float weights[DELTA_HEAD];
+    __shared__ float outputs[MOST_HEADS * DELTA_HEAD], squares[MOST_HEADS * 4];
+    __shared__ __align__(16) Update kept[MOST_HEADS][KEPT];
+    __shared__ Update* keep[MOST_HEADS];   // where this token's go, or nowhere because the state is written
+    StateRing& ring = *(StateRing*)dynamic_shared;
+    const int keys = KEY_HEADS / gridDim.x, first_key = blockIdx.x * keys, heads = keys * VALUES_PER_KEY;
+    const int first = first_key * VALUES_PER_KEY;
+    const int tid = threadIdx.x, row = tid >> 4, lane16 = tid & 15, lane = tid & 31;
     launch_dependents();
     run += blockIdx.y, projected += blockIdx.y * PROJ_DELTA;
-    // What the token before left is there: a whole pass of kernels lies between.
-    float4* state = (float4*)(run->delta + (((u64)layer * VALUE_HEADS + first) * DELTA_HEAD + row) * DELTA_HEAD) + lane16;
-    constexpr int APART = DELTA_HEAD * DELTA_HEAD / 4;
-    float4 s[4][2];
-#pragma unroll
-    for (int p = 0; p < 4; p++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) s[p][i] = load_cg(state + p * 8 * DELTA_HEAD + 16 * i);
+    // What the token before left is there: a whole pass of kernels lies between. Memory answers in order: more than the first state would
+    // keep the inputs from coming.
+    float* const states = run->delta + ((u64)layer * VALUE_HEADS + first) * STATE;
+    float* const conv = run->conv;
+    Update* const all_updates = run->updates + ((u64)layer * VALUE_HEADS + first) * KEPT;
     const u32 position = run->position, applied = (u32)run->applied;
+    auto fetch = [&](int n) {
+        if (n < heads) ring.fetch(n % STATE_SLOTS, (const char*)(states + n * STATE), STATE * 4);
+        else ring.fetched();
+    };
+    ring.begin();
+    fetch(0);
+    // A thread's channel of q, k and v, in which CTAs share none.
+    auto channel_of = [&](int i) {
+        const int key = first_key + i / CHANNELS, inside = i % CHANNELS;
+        return inside < DELTA_HEAD       ? key * DELTA_HEAD + inside
+               : inside < 2 * DELTA_HEAD ? KEY_WIDTH + (key - 1) * DELTA_HEAD + inside
+                                         : 2 * KEY_WIDTH + (key * VALUES_PER_KEY - 2) * DELTA_HEAD + inside;
+    };
+    float u[ROUNDS][3];
+    float4 tap[ROUNDS];
 #pragma unroll
-    for (int n = 0; n < HEADS; n++) {
-        Update* updates = run->updates + ((u64)layer * VALUE_HEADS + first + n) * KEPT;
+    for (int r = 0; r < ROUNDS; r++)
+        if (r * 512 + tid < keys * CHANNELS) {
+            const int channel = channel_of(r * 512 + tid);
+#pragma unroll
+            for (int i = 0; i < 3; i++) u[r][i] = load_cg(history_slot(conv, layer, position + 1 + i) + channel);
+            tap[r] = __ldg(taps + channel);
+        }
+    for (int n = 0; n < heads; n++) {
+        Update* const updates = all_updates + n * KEPT;
         const u32 behind = updates_kept(position, applied, first + n);
         // The oldest first.
         const u32 i = tid / PIECES, piece = tid % PIECES;
         if (i < behind) copy16((uint4*)(kept[n] + i) + piece, (const uint4*)(updates + (position - behind + i) % KEPT) + piece);
         if (tid == 0) keep[n] = writes_state(position, first + n) ? nullptr : updates + position % KEPT;
     }
+    if (tid < DELTA_HEAD / 4) copy16(weights + 4 * tid, norm + 4 * tid);
     copy_commit();
-    // A thread takes back what it asks for.
-    const u32 ahead = shared_address(dynamic_shared) + tid * 16;
-    auto fetch = [&](int n) {
-        if (n < HEADS)
-#pragma unroll
-            for (int i = 0; i < 8; i++) copy16(ahead + i * 512 * 16, state + n * APART + i / 2 * 8 * DELTA_HEAD + i % 2 * 16);
-        copy_commit();
-    };
-    fetch(1);
-    // A thread's channel of q, k and v, in which CTAs share none.
-    auto channel_of = [&](int i) {
-        const u32 start = i < DELTA_HEAD       ? blockIdx.x * DELTA_HEAD
-                          : i < 2 * DELTA_HEAD ? KEY_WIDTH + (blockIdx.x - 1) * DELTA_HEAD
-                                               : 2 * KEY_WIDTH + (first - 2) * DELTA_HEAD;
-        return start + i;
-    };
-    float u[ROUNDS][3];
-    float4 tap[ROUNDS];
-#pragma unroll
-    for (int r = 0; r < ROUNDS; r++)
-        if (r * 512 + tid < CHANNELS) {
-            const int channel = channel_of(r * 512 + tid);
-#pragma unroll
-            for (int i = 0; i < 3; i++) u[r][i] = load_cg(history_slot(run->conv, layer, position + 1 + i) + channel);
-            tap[r] = __ldg(taps + channel);
-        }
-    if (tid < DELTA_HEAD) weights[tid] = __ldg(norm + tid);
+    const int one = first + min(tid, heads - 1);
+    const float rate = __ldg(rates + one), bias = __ldg(dt_bias + one);
     wait_for_inputs();
-    if (tid < HEADS * DELTA_HEAD) gates[tid] = silu(load_cg(projected + PROJ_Z + first * DELTA_HEAD + tid));
-    if (tid < HEADS) {
-        decays[tid] = decay_of(load_cg(projected + PROJ_A + first + tid), __ldg(rates + first + tid), __ldg(dt_bias + first + tid));
-        betas[tid] = sigmoid(load_cg(projected + PROJ_B + first + tid));
-    }
+    float inputs[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++)
-        if (r * 512 + tid < CHANNELS) {
-            const int channel = channel_of(r * 512 + tid);
-            const float input = load_cg(projected + channel);
-            const float y = convolve(u[r][0], u[r][1], u[r][2], input, tap[r]);
-            // Slot position % 4 holds what no token needs any more.
-            history_slot(run->conv, layer, position)[channel] = input;
-            convolved[r * 512 + tid] = y;
-            if (r == 0 && tid < 2 * DELTA_HEAD) {
-                const float sum = sum_lanes<32>(y * y);
-                if (lane == 0) sums[tid >> 5] = sum;
-            }
-        }
-    copy_wait<1>();
-    __syncthreads();
-#pragma unroll 1
-    for (int n = 0; n < HEADS; n++) {
-        if (n > 0) {
-            copy_wait<0>();
+        if (r * 512 + tid < keys * CHANNELS) inputs[r] = load_cg(projected + channel_of(r * 512 + tid));
+    const float z = load_cg(projected + PROJ_Z + first * DELTA_HEAD + min(tid, heads * DELTA_HEAD - 1));
+    const float a = load_cg(projected + PROJ_A + one), b = load_cg(projected + PROJ_B + one);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const uint4 v = load_shared16(ahead + i * 512 * 16);
-                s[i / 2][i % 2] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+    for (int n = 1; n < STATE_SLOTS; n++) fetch(n);
+    if (tid < heads * DELTA_HEAD) gates[tid] = silu(z);
+    if (tid < heads) decays[tid] = decay_of(a, rate, bias), betas[tid] = sigmoid(b);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        const int i = r * 512 + tid;
+        if (i < keys * CHANNELS) {
+            const float y = convolve(u[r][0], u[r][1], u[r][2], inputs[r], tap[r]);
+            // Slot position % 4 holds what no token needs any more.
+            history_slot(conv, layer, position)[channel_of(i)] = inputs[r];
+            convolved[i] = y;
+            if (i % CHANNELS < 2 * DELTA_HEAD) {
+                const float sum = sum_lanes<32>(y * y);
+                if (lane == 0) sums[i / CHANNELS][i % CHANNELS / 32] = sum;
             }
-            fetch(n + 1);
         }
+    }
+    copy_wait<StateRing::ENGINE ? 0 : STATE_SLOTS - 1>();
+    __syncthreads();
+    int slot = 0, turn = 0;
+#pragma unroll 1
+    for (int n = 0; n < heads; n++) {
+        ring.ready<STATE_SLOTS - 1>();
+        if (!StateRing::ENGINE) __syncthreads();
+        ring.wait(slot, turn);
+        const u32 here = shared_address(ring.slots[slot]) + tid * 16 + (tid >> 4) * 256;
+        float4 s[4][2];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const uint4 v = load_shared16(here + i / 2 * 32 * DELTA_HEAD * 4 + i % 2 * 256);
+            s[i / 2][i % 2] = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+        }
+        if (n + STATE_SLOTS < heads) __syncthreads();
+        fetch(n + STATE_SLOTS);
+        if (++slot == STATE_SLOTS) slot = 0, turn ^= 1;
         const u32 behind = updates_kept(position, applied, first + n);
         for (u32 i = 0; i < behind; i++) apply(kept[n][i], s, row, lane16);
+        const int key = n / VALUES_PER_KEY;
+        const float* const own_key = convolved + key * CHANNELS;
         float4 k[2], q[2];
-        load_scaled(k, convolved + DELTA_HEAD, unit_scale(sums + 4), lane16);
-        load_scaled(q, convolved, unit_scale(sums) * inverse_root((float)DELTA_HEAD), lane16);
+        load_scaled(k, own_key + DELTA_HEAD, unit_scale(sums[key] + 4), lane16);
+        load_scaled(q, own_key, unit_scale(sums[key]) * inverse_root((float)DELTA_HEAD), lane16);
         const float decay = decays[n];
         Update* const to = keep[n];
         const float kq = sum_lanes<16>(dot(k, q));
@@ -261,16 +278,18 @@ rows_delta_step(const Run* run, int layer, const float* projected, const float4*
         // S k (lanes below 8) or S q of one of the lane's rows.
         const float sum = scatter_sums(own, lane16);
         const int value = lane16 / 2 % 4 * 32 + row;
-        const float e = betas[n] * (convolved[(2 + n) * DELTA_HEAD + value] - decay * sum), other = __shfl_xor_sync(FULL, e, 8);
+        const float v = own_key[(2 + n % VALUES_PER_KEY) * DELTA_HEAD + value];
+        const float e = betas[n] * (v - decay * sum), other = __shfl_xor_sync(FULL, e, 8);
         if (lane16 >= 8 && lane16 % 2 == 0) outputs[n * DELTA_HEAD + value] = __fmaf_rn(decay, sum, __fmul_rn(other, kq));
         if (!to) {
+            float4* const state = (float4*)(states + n * STATE + row * DELTA_HEAD) + lane16;
 #pragma unroll
             for (int p = 0; p < 4; p++) {
                 const float of_row = __shfl_sync(FULL, e, 2 * p, 16);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     update(s[p][i], decay, of_row, k[i]);
-                    state[n * APART + p * 8 * DELTA_HEAD + 16 * i] = s[p][i];
+                    state[p * 8 * DELTA_HEAD + 16 * i] = s[p][i];
                 }
             }
         } else if (lane16 < 8 && lane16 % 2 == 0) {
@@ -282,14 +301,14 @@ rows_delta_step(const Run* run, int layer, const float* projected, const float4*
         }
     }
     __syncthreads();
-    if (tid < HEADS * DELTA_HEAD) {
+    if (tid < heads * DELTA_HEAD) {
         const float o = outputs[tid], square = sum_lanes<32>(o * o);
         outputs[tid] = o * weights[tid % DELTA_HEAD] * gates[tid];
         if (lane == 0) squares[tid >> 5] = square;
     }
     __syncthreads();
     const int n = tid >> 5, head = first + n;
-    if (n >= HEADS) return;
+    if (n >= heads) return;
     const float scale = gated_norm_scale(make_float4(squares[4 * n], squares[4 * n + 1], squares[4 * n + 2], squares[4 * n + 3]));
     // The last head may have half a block of nothing behind it.
     const bool pads = VALUE_WIDTH % BLOCK_INPUTS != 0 && head == VALUE_HEADS - 1;
@@ -304,19 +323,6 @@ rows_attend_combine(const Run* runs, int parts, const float* projected, const fl
     combine_parts<HEAD>(runs, parts, projected, part_sums, part_values, [&](int i, float value) { values[i] = value; });
     __syncthreads();
     if (threadIdx.x < 32) fix_groups(out, blockIdx.y, blockIdx.x * (HEAD / GROUP), values, 1.0f, HEAD / GROUP, HEAD / GROUP, threadIdx.x);
-}
-
-// The scale of a row's norm, from what rows_norm left.
-DEVICE float row_scale(const float* squares, int row) {
-    float own[HIDDEN_BLOCKS];
-#pragma unroll
-    for (int i = 0; i < HIDDEN_BLOCKS; i++) own[i] = load_cg(squares + row * HIDDEN_BLOCKS + i);
-    return norm_scale(own);
-}
-
-// Of all rows, for all threads of a CTA when they have met again.
-DEVICE void row_scales(const float* squares, float* scales, int rows) {
-    if (threadIdx.x < rows) scales[threadIdx.x] = row_scale(squares, threadIdx.x);
 }
 
 // ---- Blocks times rows.
@@ -404,13 +410,16 @@ DEVICE void block_times_rows(u32 block, const BlockInputs<QUADS, APART>& x, int 
     for (int q = 0; q < QUADS; q++) take(q, sums[q][0][0] + sums[q][1][0], sums[q][0][1] + sums[q][1][1]);
 }
 
-// A warp's stream of blocks through shared memory: those with numbers warp, warp + APART, ... below `count`.
+// A warp's stream of blocks through shared memory: those with numbers first, first + APART, ... below `count`.
 template <int BYTES, int DEPTH, int APART = TEAM_WARPS> struct BlockStream {
     static constexpr int WHOLE = BYTES / 512, REST = BYTES % 512 / 16;   // pieces for all lanes, and for the first ones
     u32 slots, slot;   // addresses in shared memory: of the first one, and of the next to be used
+    u32 first;
 
     // `shared` is the team's.
-    DEVICE BlockStream(char* shared) { slots = slot = opaque(shared_address(shared) + threadIdx.x / 32 % TEAM_WARPS * DEPTH * BYTES); }
+    DEVICE BlockStream(char* shared, u32 first) : first(first) {
+        slots = slot = opaque(shared_address(shared) + threadIdx.x / 32 % TEAM_WARPS * DEPTH * BYTES);
+    }
     template <class Address> DEVICE void fetch(u32 at, u32 to, u32 count, Address address) {
         if (at < count) {
             // Pieces lie at fixed distances from one address.
@@ -426,7 +435,7 @@ template <int BYTES, int DEPTH, int APART = TEAM_WARPS> struct BlockStream {
     // The warp's blocks FROM to TO, not including the latter, of those that there are slots for.
     template <int FROM, int TO, class Address> DEVICE void fill(u32 count, Address address) {
 #pragma unroll
-        for (int i = FROM; i < TO; i++) fetch(threadIdx.x / 32 % TEAM_WARPS + i * APART, slots + i * BYTES, count, address);
+        for (int i = FROM; i < TO; i++) fetch(first + i * APART, slots + i * BYTES, count, address);
     }
     // The address of the next block.
     DEVICE u32 wait() {
@@ -459,7 +468,7 @@ template <int BLOCKS, int BITS, int QUADS, int STRIDE, int CHAINS = 2> struct Ro
     BlockStream<BYTES, DEPTH, STREAMS> stream;
 
     // `slots` are those of all teams.
-    DEVICE RowTiles(char* slots) : stream(slots + team() * (ROW_SLOT_BYTES / TEAMS)) {}
+    DEVICE RowTiles(char* slots) : stream(slots + team() * (ROW_SLOT_BYTES / TEAMS), threadIdx.x / 32 % TEAM_WARPS) {}
 
     // Asks for each warp's first block, or for those behind it. `address(index, block)`.
     template <class Address> DEVICE void fetch_first(u32 count, Address address) { fill<0, 1>(count, address); }
@@ -511,6 +520,10 @@ template <int BLOCKS, int BITS, int QUADS, int STRIDE, int CHAINS = 2> struct Ro
 // Of every CTA: slots of all teams, then the image of all rows, then sums of each team.
 DEVICE char* image_of_cta() { return dynamic_shared + ROW_SLOT_BYTES; }
 template <int STRIDE> DEVICE char* sums_of_cta() { return dynamic_shared + ROW_SLOT_BYTES + ROWS * STRIDE; }
+// The scale of a row's norm, of an image that rows_norm made.
+DEVICE float row_scale(int row) {
+    return norm_scale((const float*)(image_of_cta() + row * row_stride(HIDDEN_BLOCKS) + HIDDEN_BLOCKS * ROW_BLOCK));
+}
 
 // Asks for `rows` rows of an image's part.
 template <int STRIDE> DEVICE void fetch_image(const RowImage& x, int part, int rows) {
@@ -521,7 +534,7 @@ template <int STRIDE> DEVICE void fetch_image(const RowImage& x, int part, int r
 }
 
 // A linear whose tiles all meet all rows of a part of `x`: a team has `tiles` of them from `first` on, `apart`. `weights_of(tile, block)`;
-// `finish(row)` makes what takes (tile, output, sum) of a row.
+// `finish(tile, row, output, sum)`; the last argument says whether there is such a row.
 template <int BLOCKS, int BITS, int CHAINS, int QUADS, class Weights, class Finish>
 DEVICE void quads_linear(int first, int apart, int tiles, const RowImage& x, int part, int rows, Weights weights_of, Finish finish) {
     constexpr int STRIDE = row_stride(BLOCKS);
@@ -535,7 +548,6 @@ DEVICE void quads_linear(int first, int apart, int tiles, const RowImage& x, int
     wait_for_inputs();
     fetch_image<STRIDE>(x, part, rows);
     t.fetch_next(tiles, address);
-    auto take = finish(min(row_of_thread<QUADS>(), rows - 1));
     // Of an odd number of blocks in two parts the last one of the second part is not there.
     if (x.parts == 2 && part == 1 && x.blocks % 2 == 1) {
         copy_wait<0>();
@@ -548,7 +560,7 @@ DEVICE void quads_linear(int first, int apart, int tiles, const RowImage& x, int
     const u32 image = shared_address(image_of_cta());
     t.run(
         sums, tiles, address, [](int) { return 0; }, [=](int, int row) { return image + row * STRIDE; },
-        [&](int index, int row, int output, float sum) { take(first + index * apart, row, output, sum, row < rows); });
+        [&](int index, int row, int output, float sum) { finish(first + index * apart, row, output, sum, row < rows); });
 }
 template <int BLOCKS, int BITS, int CHAINS, class Weights, class Finish>
 DEVICE void rows_linear(int first, int apart, int tiles, const RowImage& x, int part, int rows, Weights weights, Finish finish) {
@@ -568,13 +580,9 @@ DEVICE void rows_linear(const char* weights, int before, int tiles, const RowIma
 
 // Norm and the projections of a mixer, to out [rows, stride].
 KERNEL(ROW_THREADS, 1)
-rows_project(const char* weights, int tiles, RowImage x, int rows, const float* squares, float* out) {
-    __shared__ float scales[ROWS];
-    rows_linear<HIDDEN_BLOCKS, 4>(weights, 0, tiles, x, rows, [&](int) {
-        row_scales(squares, scales, rows);
-        return [&](int tile, int row, int output, float sum, bool there) {
-            if (there) out[(row * tiles + tile) * 16 + output] = sum * scales[row];
-        };
+rows_project(const char* weights, int tiles, RowImage x, int rows, float* out) {
+    rows_linear<HIDDEN_BLOCKS, 4>(weights, 0, tiles, x, rows, [=](int tile, int row, int output, float sum, bool there) {
+        if (there) out[(row * tiles + tile) * 16 + output] = sum * row_scale(row);
     });
 }
 
@@ -586,10 +594,8 @@ template <int BLOCKS> DEVICE void rows_output(const char* weights, const RowImag
         first, apart, TILES > first ? (TILES - first - 1) / apart + 1 : 0, x, odd, rows,
         // Of a block that is not there another one's, times nothing.
         [=](int tile, int block) { return weights + ((u64)tile * BLOCKS + min(2 * block + odd, BLOCKS - 1)) * BLOCK4; },
-        [&](int) {
-            return [=](int tile, int row, int output, float sum, bool there) {
-                if (there) parts[(row * 2 + odd) * HIDDEN + tile * 16 + output] = sum;
-            };
+        [=](int tile, int row, int output, float sum, bool there) {
+            if (there) parts[(row * 2 + odd) * HIDDEN + tile * 16 + output] = sum;
         });
 }
 KERNEL(ROW_THREADS, 1) rows_delta_output(const char* weights, RowImage x, int rows, float* parts) {
@@ -602,25 +608,19 @@ KERNEL(ROW_THREADS, 1) rows_attention_output(const char* weights, RowImage x, in
 // Norm, router and shared gate to logits [rows, ROUTER_ROWS], gate and up of the shared expert to activation
 // [rows, DOWN_BLOCKS * 256]. A team per tile; CTAs have tiles of one kind.
 KERNEL(ROW_THREADS, 1)
-rows_route_and_share(const char* router, const char* shared_up, RowImage x, int rows, const float* squares, float* logits,
-                     float* activation) {
+rows_route_and_share(const char* router, const char* shared_up, RowImage x, int rows, float* logits, float* activation) {
     constexpr int ROUTER_CTAS = (ROUTER_TILES + TEAMS - 1) / TEAMS;
     if (blockIdx.x < ROUTER_CTAS) {
-        rows_linear<HIDDEN_BLOCKS, 8>(router, 0, ROUTER_TILES, x, rows, [&](int own) {
-            const float scale = row_scale(squares, own);
-            return [=](int tile, int row, int output, float sum, bool there) {
-                if (there) logits[row * ROUTER_ROWS + tile * 16 + output] = sum * scale;
-            };
+        rows_linear<HIDDEN_BLOCKS, 8>(router, 0, ROUTER_TILES, x, rows, [=](int tile, int row, int output, float sum, bool there) {
+            if (there) logits[row * ROUTER_ROWS + tile * 16 + output] = sum * row_scale(row);
         });
     } else {
-        rows_linear<HIDDEN_BLOCKS, 4>(shared_up, ROUTER_CTAS * TEAMS, SHARED_WIDTH / 8, x, rows, [&](int own) {
-            const float scale = row_scale(squares, own);
-            return [=](int tile, int row, int output, float sum, bool there) {
-                sum *= scale;
-                const float up = __shfl_down_sync(FULL, sum, 8);
-                if (there && output < 8)
-                    activation[(u64)row * DOWN_BLOCKS * BLOCK_INPUTS + TOP_K * EXPERT_STRIDE + tile * 8 + output] = silu(sum) * up;
-            };
+        const int before = ROUTER_CTAS * TEAMS, tiles = SHARED_WIDTH / 8;
+        rows_linear<HIDDEN_BLOCKS, 4>(shared_up, before, tiles, x, rows, [=](int tile, int row, int output, float sum, bool there) {
+            sum *= row_scale(row);
+            const float up = __shfl_down_sync(FULL, sum, 8);
+            if (there && output < 8)
+                activation[(u64)row * DOWN_BLOCKS * BLOCK_INPUTS + TOP_K * EXPERT_STRIDE + tile * 8 + output] = silu(sum) * up;
         });
     }
 }
@@ -630,53 +630,61 @@ rows_route_and_share(const char* router, const char* shared_up, RowImage x, int 
 struct Choices {
     static constexpr int SPANS = (EXPERTS + 31) / 32;   // of experts, one for each warp
     static_assert(SPANS <= TEAM_WARPS);
-    u32 masks[EXPERTS], starts[EXPERTS], totals[SPANS];
-    uint2 chosen[ROWS][TOP_K];
-    Choice choices[ROWS][TOP_K];
+    u32 masks[SPANS * 32];        // of rows that chose an expert
+    u8 places[ROWS][SPANS * 32];  // of an expert among those that a row chose
+    u32 chosen[ROWS][TOP_K];
 
-    // To be called by all threads; the list is there when they have met again. Returns how many meetings there are.
-    DEVICE u32 make(const float* logits, int rows, Meeting* meetings, float* weights) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        for (int i = threadIdx.x; i < EXPERTS; i += ROW_THREADS) masks[i] = 0;
+    DEVICE void clear() {
+        for (int i = threadIdx.x; i < SPANS * 32; i += ROW_THREADS) masks[i] = 0;
         __syncthreads();
+    }
+    // After that. `first` are the logits of row threadIdx.x / 32. To be called by all threads; the list is there when they have met again.
+    // Returns how many meetings there are.
+    DEVICE u32 make(const LaneLogits& first, const float* logits, int rows, Meeting* meetings) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         for (int row = warp; row < rows; row += ROW_THREADS / 32) {
-            const float* own = logits + row * ROUTER_ROWS;
-            const Choice choice = choose_experts(own, lane, chosen[row]);
+            pick_experts(row == warp ? first : LaneLogits(logits + row * ROUTER_ROWS, lane), lane, chosen[row]);
             if (lane < TOP_K) {
-                choices[row][lane] = choice;
-                atomicOr(&masks[choice.id], 1u << row);
-                if (blockIdx.x == 0) weights[row * SHARES + lane] = choice.weight;
+                const u32 id = chosen[row][lane];
+                atomicOr(&masks[id], 1u << row);
+                places[row][id] = lane;
             }
-            if (blockIdx.x == 0 && lane == 0) weights[row * SHARES + TOP_K] = sigmoid(load_cg(own + SHARED_GATE));
         }
         __syncthreads();
+        // Meetings of each lane's experts of all spans, and of the spans in front of the warp's.
+        u32 all = 0, before = 0;
+#pragma unroll
+        for (int span = 0; span < SPANS; span++) {
+            const u32 own = (__popc(masks[span * 32 + lane]) + 3) / 4;
+            all += own, before += span < warp ? own : 0;
+        }
         if (warp < SPANS) {
-            const int expert = warp * 32 + lane;
-            const u32 own = expert < EXPERTS ? (__popc(masks[expert]) + 3) / 4 : 0;
+            const u32 expert = warp * 32 + lane, mask = masks[expert], met = __popc(mask), own = (met + 3) / 4;
             u32 sum = own;
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) {
                 const u32 other = __shfl_up_sync(FULL, sum, d);
                 if (lane >= d) sum += other;
             }
-            if (expert < EXPERTS) starts[expert] = sum - own;
-            if (lane == 31) totals[warp] = sum;
+            u32 at = __reduce_add_sync(FULL, before) + sum - own, rest = mask;
+            for (u32 rank = 0; rank < met; rank++, rest &= rest - 1) {
+                const u32 row = __ffs(rest) - 1;
+                Meeting& meeting = meetings[at + rank / 4];
+                meeting.pairs[rank % 4] = row * SHARES + places[row][expert];
+                if (rank % 4 == 0) meeting.expert = expert, meeting.count = min(4u, met - rank);
+            }
         }
-        __syncthreads();
-        for (int i = threadIdx.x; i < rows * TOP_K; i += ROW_THREADS) {
-            const int row = i / TOP_K;
-            const u32 id = choices[row][i % TOP_K].id, mask = masks[id], rank = __popc(mask & ((1u << row) - 1));
-            Meeting& meeting = meetings[before(id / 32) + starts[id] + rank / 4];
-            meeting.pairs[rank % 4] = row * SHARES + i % TOP_K;
-            if (rank % 4 == 0) meeting.expert = id, meeting.count = min(4, (int)(__popc(mask) - rank));
-        }
-        return before(SPANS);
+        return __reduce_add_sync(FULL, all);
     }
-    // Meetings of the experts below a span.
-    DEVICE u32 before(int span) const {
-        u32 sum = 0;
-        for (int i = 0; i < SPANS; i++) sum += i < span ? totals[i] : 0;
-        return sum;
+    // Weights of each row's shares, to weights [rows, SHARES].
+    DEVICE void weigh(const float* logits, int rows, float* weights) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        for (int row = warp; row < rows; row += ROW_THREADS / 32) {
+            const float* own = logits + row * ROUTER_ROWS;
+            const float shared = lane == TOP_K ? sigmoid(load_cg(own + SHARED_GATE)) : 0.0f;
+            const float weight = weigh_chosen(LaneLogits(own, lane), chosen[row], lane);
+            if (lane < SHARES) weights[row * SHARES + lane] = lane == TOP_K ? shared : weight;
+        }
     }
 };
 
@@ -701,22 +709,24 @@ DEVICE uint2 share_of(u32 total, u32 own, u32 all) { return make_uint2((u64)tota
 // Gate and up of the chosen experts: x [rows, HIDDEN] to activation. Choices by logits [rows, ROUTER_ROWS]; the list, and weights
 // [rows, SHARES], are left for the down projections.
 KERNEL(ROW_THREADS, 1)
-rows_up(const char* weights, const float* logits, RowImage x, int rows, const float* squares, float* activation, Meeting* list,
-        u32* list_count, float* list_weights) {
+rows_up(const char* weights, const float* logits, RowImage x, int rows, float* activation, Meeting* list, u32* list_count,
+        float* list_weights) {
     constexpr int STRIDE = row_stride(HIDDEN_BLOCKS);
     typedef RowTiles<HIDDEN_BLOCKS, 4, 1, STRIDE> T;
     __shared__ Meeting meetings[MEETINGS];
-    __shared__ float scales[ROWS];
     typename T::Sums* const all_sums = (typename T::Sums*)sums_of_cta<STRIDE>();
     typename T::Sums& sums = all_sums[team()];
     T t(dynamic_shared);
-    wait_for_inputs();
-    launch_dependents();
-    fetch_image<STRIDE>(x, 0, rows);
-    row_scales(squares, scales, rows);
     // In the place of sums, which come later.
     static_assert(sizeof(Choices) <= TEAMS * sizeof(typename T::Sums));
-    const u32 count = ((Choices*)all_sums)->make(logits, rows, meetings, list_weights);
+    Choices& choices = *(Choices*)all_sums;
+    choices.clear();
+    wait_for_inputs();
+    launch_dependents();
+    // Weights wait for the choice, which waits for the logits: they go first.
+    const LaneLogits own(logits + min((int)threadIdx.x / 32, rows - 1) * ROUTER_ROWS, threadIdx.x % 32);
+    fetch_image<STRIDE>(x, 0, rows);
+    const u32 count = choices.make(own, logits, rows, meetings);
     __syncthreads();
     const uint2 tiles = share_of(count * EXPERT_TILES, blockIdx.x * TEAMS + team(), gridDim.x * TEAMS);
     auto address = [&](u32 index, u32 block) {
@@ -729,7 +739,10 @@ rows_up(const char* weights, const float* logits, RowImage x, int rows, const fl
     // The image is older than the blocks.
     copy_wait<ROW_SLOTS>();
     __syncthreads();
-    if (blockIdx.x == 0) leave_meetings(meetings, count, list, list_count);
+    if (blockIdx.x == 0) {
+        choices.weigh(logits, rows, list_weights);
+        leave_meetings(meetings, count, list, list_count);
+    }
     const u32 image = shared_address(image_of_cta());
     t.run(
         sums, tiles.y - tiles.x, address, [&](u32 index) { return (tiles.x + index) / EXPERT_TILES; },
@@ -743,7 +756,7 @@ rows_up(const char* weights, const float* logits, RowImage x, int rows, const fl
             const Meeting& m = meetings[tile / EXPERT_TILES];
             const bool there = row < m.count;
             const u32 pair = there ? m.pairs[row] : 0;
-            sum *= scales[pair / SHARES];
+            sum *= row_scale(pair / SHARES);
             const float up = __shfl_down_sync(FULL, sum, 8);
             if (there && output < 8)
                 activation[(u64)(pair / SHARES) * DOWN_BLOCKS * BLOCK_INPUTS + pair % SHARES * EXPERT_STRIDE +
@@ -762,8 +775,8 @@ rows_down(const char* experts, const char* shared_down, const Meeting* list, con
     static_assert(TOGETHER >= 1);
     __shared__ Meeting meetings[MEETINGS];
     __shared__ __align__(16) u8 aside[TEAM_WARPS][4 * ROW_BLOCK];
-    BlockStream<BLOCK4, DOWN_SLOTS> stream(dynamic_shared);
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    BlockStream<BLOCK4, DOWN_SLOTS> stream(dynamic_shared, warp);
     launch_dependents();
     // CTAs of the kernel in front, which leave them, run as soon as this one may.
     const u32 count = take_meetings(meetings, list, list_count);
@@ -819,44 +832,94 @@ rows_down(const char* experts, const char* shared_down, const Meeting* list, con
     }
 }
 
-// Final norm and head: logits [rows, VOCAB], and of every CTA each row's best, best [rows, CTAs].
-KERNEL(ROW_THREADS, 1)
-rows_head(const char* weights, const Run* runs, RowImage x, int rows, const float* squares, float* logits, Best* best) {
+// Final norm and head: logits [rows, VOCAB], and of every CTA each row's best, best [rows, CTAs]. There are so many tiles that a warp takes
+// whole ones, block after block, and adds up in registers.
+template <int QUADS>
+DEVICE void head_of_quads(const char* weights, const Run* runs, const RowImage& x, int rows, float* logits, Best* best) {
+    constexpr int STRIDE = row_stride(HIDDEN_BLOCKS), HEAD_WARPS = TEAMS * TEAM_WARPS;
     constexpr float LOWEST = -3.402823466e+38f;
-    __shared__ u32 bad[ROWS];
     __shared__ float scales[ROWS];
-    if (threadIdx.x < ROWS) bad[threadIdx.x] = 0;
-    // Of every thread, in shared memory because registers are what rows need most.
-    __shared__ float highest[ROW_THREADS];
-    __shared__ u32 highest_id[ROW_THREADS];
-    highest[threadIdx.x] = LOWEST, highest_id[threadIdx.x] = 0xffffffffu;
-    rows_linear<HIDDEN_BLOCKS, 4>(weights, 0, VOCAB_TILES, x, rows, [&](int) {
-        row_scales(squares, scales, rows);
-        return [&](int tile, int row, int output, float sum, bool there) {
-            const u32 id = tile * 16 + output;
-            if (!there || id >= VOCAB) return;
-            sum *= scales[row];
-            logits[(u64)row * VOCAB + id] = sum;
-            if (!(fabsf(sum) <= -LOWEST)) atomicOr(&bad[row], 1u);
-            // Ids of a thread rise: the first of equal ones stays.
-            if (id < runs[row].vocab_limit && sum > highest[threadIdx.x]) highest[threadIdx.x] = sum, highest_id[threadIdx.x] = id;
-        };
-    });
-    Best own{highest[threadIdx.x], highest_id[threadIdx.x], 0, 0};
-#pragma unroll
-    for (int d = 8; d > 0; d /= 2) {
-        const Best other{__shfl_xor_sync(FULL, own.logit, d), __shfl_xor_sync(FULL, own.id, d), 0, 0};
-        if (above(other, own)) own.logit = other.logit, own.id = other.id;
-    }
-    // Sixteen threads finish the outputs of a row; of few rows several times sixteen.
-    __shared__ Best halves[ROW_THREADS / 16];
-    if ((threadIdx.x & 15) == 0) halves[threadIdx.x >> 4] = own;
+    __shared__ u32 limits[ROWS];
+    // Of row t of each quad, in shared memory because registers are what rows need most: in the place of sums, which there are none of.
+    static_assert(QUADS * ROW_THREADS * 8 <= TEAMS * sizeof(typename RowTiles<HIDDEN_BLOCKS, 4, QUADS, STRIDE>::Sums));
+    float(*highest)[ROW_THREADS] = (float(*)[ROW_THREADS])sums_of_cta<STRIDE>();
+    u32(*highest_id)[ROW_THREADS] = (u32(*)[ROW_THREADS])highest[QUADS];
+    // Of a warp that has used its blocks up, in their place.
+    auto bests_of = [](int warp) { return (Best*)(dynamic_shared + warp * (ROW_SLOTS * BLOCK4)); };
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint2 tiles = share_of(VOCAB_TILES, blockIdx.x * HEAD_WARPS + warp, gridDim.x * HEAD_WARPS);
+    const u32 blocks = (tiles.y - tiles.x) * HIDDEN_BLOCKS;
+    weights += (u64)tiles.x * HIDDEN_BLOCKS * BLOCK4;
+    auto address = [&](u32 at) { return weights + (u64)at * BLOCK4; };
+    BlockStream<BLOCK4, ROW_SLOTS, 1> stream(dynamic_shared + team() * (ROW_SLOT_BYTES / TEAMS), 0);
+    launch_dependents();
+    stream.fill<0, 1>(blocks, address);
+    wait_for_inputs();
+    fetch_image<STRIDE>(x, 0, rows);
+    stream.fill<1, ROW_SLOTS>(blocks, address);
+    copy_wait<ROW_SLOTS - 1>();
     __syncthreads();
-    const int row = threadIdx.x, distance = rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
+    if (threadIdx.x < rows) scales[threadIdx.x] = row_scale(threadIdx.x), limits[threadIdx.x] = runs[threadIdx.x].vocab_limit;
+    __syncthreads();
+    const u32 image = shared_address(image_of_cta());
+    u32 bad = 0;
+#pragma unroll
+    for (int q = 0; q < QUADS; q++) highest[q][threadIdx.x] = LOWEST, highest_id[q][threadIdx.x] = 0xffffffffu;
+    for (u32 at = 0, id_of_tile = tiles.x * 16; at < blocks; id_of_tile += 16) {
+        float chains[QUADS][2][2] = {};
+#pragma unroll 1
+        for (int pair = 0; pair < HIDDEN_BLOCKS; pair += 2)
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                const int block = pair + odd;
+                if (block == HIDDEN_BLOCKS) break;
+                const u32 inside = block * ROW_BLOCK;
+                const BlockInputs<QUADS, 4 * STRIDE> inputs(image + lane / 8 * STRIDE + inside, image + lane % 4 * STRIDE + inside, lane);
+                block_times_rows<4>(stream.wait(), inputs, lane, [&](int q, float y0, float y1) {
+                    chains[q][odd][0] += y0, chains[q][odd][1] += y1;
+                });
+                stream.next(at++, blocks, address);
+            }
+#pragma unroll
+        for (int q = 0; q < QUADS; q++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = 4 * q + lane % 4;
+                const u32 id = id_of_tile + half * 8 + lane / 4;
+                if (row >= rows || id >= VOCAB) continue;
+                const float logit = (chains[q][0][half] + chains[q][1][half]) * scales[row];
+                logits[(u64)row * VOCAB + id] = logit;
+                if (!(fabsf(logit) <= -LOWEST)) bad |= 1u << q;
+                // Ids of a lane rise: the first of equal ones stays.
+                if (id < limits[row] && logit > highest[q][threadIdx.x]) highest[q][threadIdx.x] = logit, highest_id[q][threadIdx.x] = id;
+            }
+    }
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) bad |= __shfl_xor_sync(FULL, bad, d);
+#pragma unroll
+    for (int q = 0; q < QUADS; q++) {
+        Best own{highest[q][threadIdx.x], highest_id[q][threadIdx.x], bad >> q & 1, 0};
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) {
+            const Best other{__shfl_xor_sync(FULL, own.logit, d), __shfl_xor_sync(FULL, own.id, d), 0, 0};
+            if (above(other, own)) own.logit = other.logit, own.id = other.id;
+        }
+        if (lane < 4) bests_of(warp)[4 * q + lane] = own;
+    }
+    __syncthreads();
+    const int row = threadIdx.x;
     if (row >= rows) return;
-    own = halves[row];
-    for (int i = row + distance; i < ROW_THREADS / 16; i += distance)
-        if (above(halves[i], own)) own = halves[i];
-    own.bad = bad[row];
-    best[row * gridDim.x + blockIdx.x] = own;
+    Best of_row = bests_of(0)[row];
+    for (int i = 1; i < HEAD_WARPS; i++) {
+        const Best other = bests_of(i)[row];
+        of_row.bad |= other.bad;
+        if (above(other, of_row)) of_row.logit = other.logit, of_row.id = other.id;
+    }
+    best[row * gridDim.x + blockIdx.x] = of_row;
+}
+KERNEL(ROW_THREADS, 1)
+rows_head(const char* weights, const Run* runs, RowImage x, int rows, float* logits, Best* best) {
+    if (rows <= 4) head_of_quads<1>(weights, runs, x, rows, logits, best);
+    else if (rows <= 8) head_of_quads<2>(weights, runs, x, rows, logits, best);
+    else head_of_quads<4>(weights, runs, x, rows, logits, best);
 }

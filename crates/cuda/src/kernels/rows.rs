@@ -13,7 +13,7 @@ const QUAD: usize = 4;
 const WARPS: usize = 8;
 const TEAM_THREADS: usize = 32 * WARPS;
 /// Blocks of 4 bits that a warp of the down projections has on the way.
-const DOWN_SLOTS: usize = 3;
+const DOWN_SLOTS: usize = 4;
 
 /// Teams of a CTA, which share its inputs.
 fn teams(s: &Sizes) -> usize {
@@ -29,13 +29,18 @@ fn chunk_blocks(s: &Sizes) -> usize {
     if s.shared_kib >= 227 { 2 * WARPS } else { WARPS }
 }
 
-/// Slots of all teams, rows of `blocks` blocks, and of each team sums of so many blocks, or of a tile, for `rows` rows.
-fn shared_of(s: &Sizes, blocks: usize, (rows, sums): (usize, usize)) -> usize {
-    let slots = match s.shared_kib {
+/// Blocks of 4 bits that a warp has on the way, and states that a CTA of the delta step has.
+pub(super) fn slots(s: &Sizes) -> usize {
+    match s.shared_kib {
         227.. => 3,
         163.. => 2,
         _ => 1,
-    };
+    }
+}
+
+/// Slots of all teams, rows of `blocks` blocks, and of each team sums of so many blocks, or of a tile, for `rows` rows.
+fn shared_of(s: &Sizes, blocks: usize, (rows, sums): (usize, usize)) -> usize {
+    let slots = slots(s);
     let sums = sums.max(blocks) * rows * TILE_ROWS * 4;
     teams(s) * (WARPS * slots * BLOCK4_BYTES + sums) + ROWS * RowImage::stride(blocks)
 }
@@ -69,14 +74,15 @@ pub(crate) struct RowImage {
 }
 
 impl RowImage {
-    /// Bytes between rows of so many blocks: bytes of the inputs, scale and sum of each group, and what keeps rows apart.
+    /// Bytes between rows of so many blocks: bytes of the inputs, scale and sum of each group; of each block its sum of squares.
     const fn stride(blocks: usize) -> usize {
-        blocks * (2 * BLOCK_INPUTS + 4 * 8) + 16
+        blocks * (2 * BLOCK_INPUTS + 4 * 8) + (blocks.div_ceil(4) | 1) * 16
     }
 
     /// Bytes that rows of `inputs` inputs take in either form.
     pub(crate) fn bytes(inputs: usize) -> usize {
-        2 * ROWS * RowImage::stride(blocks(inputs).div_ceil(2))
+        let blocks = blocks(inputs);
+        ROWS * RowImage::stride(blocks).max(2 * RowImage::stride(blocks.div_ceil(2)))
     }
 
     /// Whole rows of `inputs` inputs.
@@ -126,15 +132,6 @@ pub(crate) enum Parts {
     Experts,
 }
 
-/// Inputs whose norm's scale is still to be applied.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Normed {
-    /// `[rows, hidden]`.
-    pub(crate) x: RowImage,
-    /// f32 `[rows, hidden / 256]`.
-    pub(crate) squares: Pointer,
-}
-
 impl Kernels {
     /// A CTA a processor, or fewer where teams are enough: the inputs of all rows, which each CTA reads, are more than its share of
     /// the weights.
@@ -149,7 +146,7 @@ impl Kernels {
         (2 * tiles.div_ceil(together), 1)
     }
 
-    /// Adds `parts` to `rows` rows of `h`, and takes their norm; empties the list of meetings.
+    /// Adds `parts` to `rows` rows of `h`, and takes their norm, whose scale the linears behind it apply; empties the list of meetings.
     pub(crate) fn rows_norm(
         &self,
         pass: &Pass<'_>,
@@ -157,10 +154,10 @@ impl Kernels {
         (parts, kind): (Pointer, Parts),
         norm: Pointer,
         (rows, m): (usize, &Meetings),
-        out: Normed,
+        out: RowImage,
     ) -> Result<()> {
         let (grid, kind) = (rows * blocks(self.sizes.hidden), kind as i32);
-        pass.launch(self.rows_norm, (grid, 1), 64, arguments![h, parts, kind, norm, out.x, out.squares, m.count])
+        pass.launch(self.rows_norm, (grid, 1), 64, arguments![h, parts, kind, norm, out, m.count])
     }
 
     /// Rounds `rows` rows.
@@ -173,13 +170,13 @@ impl Kernels {
         &self,
         pass: &Pass<'_>,
         (weights, tiles): (Pointer, usize),
-        n: Normed,
+        x: RowImage,
         rows: usize,
         out: Pointer,
     ) -> Result<()> {
         let (grid, threads) = (self.teams_grid(pass, tiles), threads(&self.sizes));
         let (tiles, rows) = (tiles as i32, rows as i32);
-        pass.launch(self.rows_project, grid, threads, arguments![weights, tiles, n.x, rows, n.squares, out])
+        pass.launch(self.rows_project, grid, threads, arguments![weights, tiles, x, rows, out])
     }
 
     /// Output projection of a delta layer, to `parts`, see [`Parts::Mixed`].
@@ -213,7 +210,7 @@ impl Kernels {
         &self,
         pass: &Pass<'_>,
         (router, shared_up): (Pointer, Pointer),
-        n: Normed,
+        x: RowImage,
         rows: usize,
         (logits, activation): (Pointer, Pointer),
     ) -> Result<()> {
@@ -221,7 +218,7 @@ impl Kernels {
         let teams = teams(&self.sizes);
         let grid = (self.sizes.router_tiles.div_ceil(teams) + (self.sizes.shared_width / 8).div_ceil(teams), 1);
         let rows = rows as i32;
-        let arguments = arguments![router, shared_up, n.x, rows, n.squares, logits, activation];
+        let arguments = arguments![router, shared_up, x, rows, logits, activation];
         pass.launch(self.rows_route_and_share, grid, threads(&self.sizes), arguments)
     }
 
@@ -230,12 +227,12 @@ impl Kernels {
         &self,
         pass: &Pass<'_>,
         (weights, logits): (Pointer, Pointer),
-        (n, rows): (Normed, usize),
+        (x, rows): (RowImage, usize),
         activation: Pointer,
         m: &Meetings,
     ) -> Result<()> {
         let (grid, rows) = ((pass.device.processors as usize, 1), rows as i32);
-        let arguments = arguments![weights, logits, n.x, rows, n.squares, activation, m.list, m.count, m.weights];
+        let arguments = arguments![weights, logits, x, rows, activation, m.list, m.count, m.weights];
         pass.launch(self.rows_up, grid, threads(&self.sizes), arguments)
     }
 
@@ -254,22 +251,22 @@ impl Kernels {
         pass.launch(self.rows_down, grid, TEAM_THREADS, arguments)
     }
 
+    /// CTAs of [`Kernels::rows_head`], no more than of [`Kernels::head`](Kernels::head_grid).
+    pub(crate) fn rows_head_grid(&self, pass: &Pass<'_>) -> usize {
+        self.sizes.vocab_tiles.min(pass.device.processors as usize)
+    }
+
     /// Head, to `logits` `[rows, vocab]`; the best of every CTA to `bests` `[rows, CTAs]`.
     pub(crate) fn rows_head(
         &self,
         pass: &Pass<'_>,
         weights: Pointer,
         (runs, rows): (Pointer, usize),
-        n: Normed,
+        x: RowImage,
         (logits, bests): (Pointer, Pointer),
     ) -> Result<()> {
-        let (grid, rows) = ((self.head_grid(pass), 1), rows as i32);
-        pass.launch(
-            self.rows_head,
-            grid,
-            threads(&self.sizes),
-            arguments![weights, runs, n.x, rows, n.squares, logits, bests],
-        )
+        let (grid, rows) = ((self.rows_head_grid(pass), 1), rows as i32);
+        pass.launch(self.rows_head, grid, threads(&self.sizes), arguments![weights, runs, x, rows, logits, bests])
     }
 }
 

@@ -30,15 +30,15 @@ impl Kernels {
     /// Largest vocabulary that [`Kernels::sample`] has memory for: 1024 CTAs.
     pub(crate) const MAX_VOCAB: usize = 1024 * THREADS;
 
-    /// The best of the head's CTAs to the ring of results, for each of `rows` runs that is greedy.
+    /// The best of the head's `ctas` CTAs to the ring of results, for each of `rows` runs that is greedy.
     pub(crate) fn pick_best(
         &self,
         pass: &Pass<'_>,
         (run, rows): (Pointer, usize),
-        bests: Pointer,
+        (bests, ctas): (Pointer, usize),
         results: Pointer,
     ) -> Result<()> {
-        let count = self.head_grid(pass) as i32;
+        let count = ctas as i32;
         pass.launch(self.pick_best, (rows, 1), THREADS, arguments![run, bests, count, results])
     }
 

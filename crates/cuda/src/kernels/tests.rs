@@ -1,9 +1,11 @@
-//! Linears against `lily_reference::ops`, on the cases that all devices share and at the sizes of Qwen3.6's own layers.
+//! Linears and the choice of experts against `lily_reference::ops`, on the cases that all devices share and at the sizes of Qwen3.6's own
+//! layers.
 
 use lily_backend::conformance::cases::{Generator, LINEAR, LinearCase, Tolerance, assert_close};
 use lily_model::{Bits, QuantMatrix, Shape};
 use lily_reference::ops;
 
+use super::moe::Routing;
 use super::{BLOCK4_BYTES, BLOCK8_BYTES, Finish, FixedRows, Gemm, Grouping, Kernels, Pass, Source, TILE_ROWS, blocks};
 use crate::compile;
 use crate::device::{Buffer, Device};
@@ -27,11 +29,11 @@ struct Bench {
 }
 
 impl Bench {
-    fn new() -> Bench {
+    fn new(shape: &Shape) -> Bench {
         let device = Device::open(0).expect("a GPU");
         let shared_kib = compile::shared_kib(&compile::arch_name(device.arch));
-        let cubin = compile::cubin(&Shape::DEMO, device.arch, shared_kib).expect("kernels");
-        let kernels = Kernels::load(&device, &Shape::DEMO, shared_kib, &cubin).expect("loaded");
+        let cubin = compile::cubin(shape, device.arch, shared_kib).expect("kernels");
+        let kernels = Kernels::load(&device, shape, shared_kib, &cubin).expect("loaded");
         Bench { kernels, device }
     }
 
@@ -149,12 +151,74 @@ impl Bench {
         assert!(got.iter().zip(&expected).all(|(got, expected)| got.is_nan() == expected.is_nan()), "{case:?}");
         (written(got, &expected), written(expected.clone(), &expected))
     }
+
+    /// The ids that each of some tokens chooses by its logits, and their weights.
+    fn choices(&self, logits: &[Vec<f32>]) -> Vec<(Vec<usize>, Vec<f32>)> {
+        let pass = Pass { device: &self.device, overlap: false };
+        let (sizes, tokens) = (&self.kernels.sizes, logits.len());
+        let mut rows = vec![f32::NAN; tokens * sizes.router_rows];
+        for (row, logits) in rows.chunks_exact_mut(sizes.router_rows).zip(logits) {
+            row[..logits.len()].copy_from_slice(logits);
+        }
+        let logits = self.floats(&rows);
+        let pairs = tokens * sizes.top_k;
+        let [ids, weights] = [(); 2].map(|()| self.words(&vec![0; pairs]));
+        let [list, counts, tiles, tile_count] = [sizes.experts * tokens, sizes.experts, 2 * (pairs + sizes.experts), 1]
+            .map(|words| self.words(&vec![0; words]));
+        let routing = Routing {
+            ids: ids.pointer(),
+            weights: weights.pointer(),
+            list: list.pointer(),
+            counts: counts.pointer(),
+            tiles: tiles.pointer(),
+            tile_count: tile_count.pointer(),
+        };
+        self.kernels.route(&pass, logits.pointer(), tokens, &routing).expect("launched");
+        self.device.synchronize().expect("done");
+        let ids: Vec<usize> = self.read(&ids, pairs).into_iter().map(|id| id.to_bits() as usize).collect();
+        let weights = self.read(&weights, pairs);
+        ids.chunks_exact(sizes.top_k)
+            .zip(weights.chunks_exact(sizes.top_k))
+            .map(|(i, w)| (i.to_vec(), w.to_vec()))
+            .collect()
+    }
+}
+
+/// Logits of 256 experts as they come, with many equal ones, all equal, that differ in their last bits, and zeros of either sign.
+fn router_logits() -> Vec<Vec<f32>> {
+    let mut generator = Generator::new(3);
+    let mut all = Vec::new();
+    for _ in 0..50 {
+        let plain = generator.values(256, 4.0);
+        all.push(plain.iter().map(|x| x.round()).collect());
+        all.push(plain.iter().map(|x| (x * 8.0).round() / 8.0).collect());
+        all.push(plain.iter().map(|x| f32::from_bits(3.0f32.to_bits() + (x.abs() * 16.0) as u32)).collect());
+        all.push(plain.iter().map(|x| f32::from_bits((-3.0f32).to_bits() + (x.abs() * 4.0) as u32)).collect());
+        all.push(plain.iter().map(|x| if *x < 0.0 { -0.0 } else { 0.0 }).collect());
+        all.push(plain);
+    }
+    all.push(vec![2.5; 256]);
+    all
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn choices_are_those_of_the_reference() {
+    let shape = Shape { layers: 4, vocab: 4096, ..Shape::QWEN36 };
+    let logits = router_logits();
+    for (case, ((ids, weights), logits)) in Bench::new(&shape).choices(&logits).into_iter().zip(&logits).enumerate() {
+        let (expected, expected_weights): (Vec<usize>, Vec<f32>) =
+            ops::route(logits, shape.experts_per_token).into_iter().unzip();
+        assert_eq!(ids, expected, "case {case}");
+        let softmax = Tolerance { value: 1e-6, reason: "another exponential and order of sums" };
+        assert_close(&weights, &expected_weights, softmax, &format!("case {case}"));
+    }
 }
 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn linears_of_many_tokens_are_those_of_the_reference() {
-    let bench = Bench::new();
+    let bench = Bench::new(&Shape::DEMO);
     for (seed, case) in LINEAR.iter().chain(PUBLISHED).enumerate() {
         // Stacks are of 4 bits only.
         let case = LinearCase { experts: if case.bits == Bits::Eight { 1 } else { case.experts }, ..*case };
@@ -166,7 +230,7 @@ fn linears_of_many_tokens_are_those_of_the_reference() {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn a_token_has_the_same_bits_whatever_tokens_are_with_it() {
-    let bench = Bench::new();
+    let bench = Bench::new(&Shape::DEMO);
     let run = |tokens| {
         let case = LinearCase { bits: Bits::Four, tokens, inputs: 704, outputs: 129, experts: 1 };
         // The matrix comes first out of the generator, then the inputs, token by token.
