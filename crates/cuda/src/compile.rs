@@ -13,7 +13,7 @@ use libloading::{Library, Symbol};
 use lily_backend::{Error, Result};
 use lily_model::Shape;
 
-use crate::device::unavailable;
+use crate::device::{Device, unavailable};
 use crate::kernels::{Kernels, SOURCES, Sizes};
 
 /// Compute capabilities that release builds carry cubins for. `90a` has instructions that only Hopper runs.
@@ -76,17 +76,20 @@ pub fn key(source: &str, arch: &str) -> String {
 
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
-/// The machine code of all kernels for a shape on a GPU.
-pub(crate) fn cubin(shape: &Shape, arch: u32, shared_kib: usize) -> Result<Vec<u8>> {
-    let (source, arch) = (source(shape, shared_kib), arch_name(arch));
+/// All kernels for a shape, as the driver takes them: machine code of the GPU, or, where it acts as an older one, what the driver compiles.
+pub(crate) fn code(shape: &Shape, device: &Device) -> Result<Vec<u8>> {
+    let arch = arch_name(device.arch);
+    let source = source(shape, shared_kib(&arch));
     let key = key(&source, &arch);
-    if let Some((_, cubin)) = EMBEDDED.iter().find(|(name, _)| *name == key) {
+    let embedded = EMBEDDED.iter().find(|(name, _)| *name == key);
+    if let Some((_, cubin)) = embedded.filter(|_| !device.acts) {
         return Ok(cubin.to_vec());
     }
-    let cached = cache_directory().map(|directory| directory.join(format!("{key}.cubin")));
-    if let Some(cubin) = cached.as_ref().and_then(|path| std::fs::read(path).ok()) {
+    let kind = if device.acts { "ptx" } else { "cubin" };
+    let cached = cache_directory().map(|directory| directory.join(format!("{key}.{kind}")));
+    if let Some(code) = cached.as_ref().and_then(|path| std::fs::read(path).ok()) {
         tracing::debug!(key, "kernels from the cache");
-        return Ok(cubin);
+        return Ok(code);
     }
     let compiler = Nvrtc::open(None).map_err(|e| match e {
         Error::Unavailable { reason, .. } => {
@@ -95,13 +98,13 @@ pub(crate) fn cubin(shape: &Shape, arch: u32, shared_kib: usize) -> Result<Vec<u
         other => other,
     })?;
     tracing::info!(arch, "compiling kernels for this GPU, once");
-    let compiled = compiler.compile(&source, &arch)?;
+    let code = if device.acts { compiler.ptx(&source, &arch)? } else { compiler.compile(&source, &arch)?.cubin };
     if let Some(path) = cached
-        && let Err(error) = store(&path, &compiled.cubin)
+        && let Err(error) = store(&path, &code)
     {
         tracing::warn!(%error, path = %path.display(), "the compiled kernels could not be kept");
     }
-    Ok(compiled.cubin)
+    Ok(code)
 }
 
 fn cache_directory() -> Option<PathBuf> {
@@ -161,15 +164,26 @@ impl Nvrtc {
         unsafe { self.0.get(name.as_bytes()) }.map_err(|_| unavailable(format!("the NVRTC library has no {name}")))
     }
 
-    /// Compiles a source for an architecture like `90a`. An error holds the compiler's messages.
+    /// Compiles a source to machine code of an architecture like `90a`. An error holds the compiler's messages.
     pub fn compile(&self, source: &str, arch: &str) -> Result<Compiled> {
+        let (cubin, log) = self.run(source, arch, "sm", ["nvrtcGetCUBINSize", "nvrtcGetCUBIN"])?;
+        Ok(Compiled { cubin, log })
+    }
+
+    /// Compiles a source to PTX, which the driver compiles for any GPU that is not older than `arch`.
+    fn ptx(&self, source: &str, arch: &str) -> Result<Vec<u8>> {
+        Ok(self.run(source, arch, "compute", ["nvrtcGetPTXSize", "nvrtcGetPTX"])?.0)
+    }
+
+    /// What the two functions of the library give of a compiled source, and the compiler's messages.
+    fn run(&self, source: &str, arch: &str, kind: &str, [size, get]: [&str; 2]) -> Result<(Vec<u8>, String)> {
         let create: Symbol<'_, Create> = self.function("nvrtcCreateProgram")?;
         let compile: Symbol<'_, unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int> =
             self.function("nvrtcCompileProgram")?;
         let destroy: Symbol<'_, unsafe extern "C" fn(*mut Program) -> c_int> = self.function("nvrtcDestroyProgram")?;
         let text = |text: &str| CString::new(text).map_err(|_| Error::Device("a zero byte in the kernels".into()));
         let source = text(source)?;
-        let options = [&*format!("--gpu-architecture=sm_{arch}"), "--std=c++17", "--ptxas-options=-v"];
+        let options = [&*format!("--gpu-architecture={kind}_{arch}"), "--std=c++17", "--ptxas-options=-v"];
         let options = options.into_iter().map(text).collect::<Result<Vec<_>>>()?;
         let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let mut program = null_mut();
@@ -181,8 +195,8 @@ impl Nvrtc {
         // SAFETY: `program` was made above, and the options are terminated strings.
         let result = unsafe { compile(program, options.len() as c_int, options.as_ptr()) };
         let log = self.bytes(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog");
-        let cubin = match result {
-            0 => self.bytes(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN"),
+        let code = match result {
+            0 => self.bytes(program, size, get),
             _ => Ok(Vec::new()),
         };
         // SAFETY: made above, destroyed once.
@@ -190,9 +204,9 @@ impl Nvrtc {
         let log = log?;
         let log = CStr::from_bytes_until_nul(&log).map(|log| log.to_string_lossy().into_owned()).unwrap_or_default();
         if result != 0 {
-            return Err(Error::Device(format!("the kernels do not compile for sm_{arch}: {}", log.trim())));
+            return Err(Error::Device(format!("the kernels do not compile for {kind}_{arch}: {}", log.trim())));
         }
-        Ok(Compiled { cubin: cubin?, log })
+        Ok((code?, log))
     }
 
     fn bytes(&self, program: Program, size: &str, get: &str) -> Result<Vec<u8>> {

@@ -72,6 +72,8 @@ pub(crate) struct Device {
     pub(crate) name: String,
     /// Compute capability times 10, like 90.
     pub(crate) arch: u32,
+    /// Whether it acts as an older one than it is.
+    pub(crate) acts: bool,
     /// Streaming multiprocessors.
     pub(crate) processors: u32,
     /// Bytes of its memory.
@@ -124,7 +126,19 @@ impl Device {
         context.enter();
         let mut stream = null_mut();
         driver!(cuStreamCreate(&raw mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))?;
-        Ok(Device { context, stream, name, arch, processors, memory })
+        Ok(Device { context, stream, name, arch, acts: false, processors, memory })
+    }
+
+    /// Makes it act as a GPU of compute capability `compute`, times ten.
+    pub(crate) fn act_as(&mut self, compute: u32) -> Result<()> {
+        if !(OLDEST_ARCH..=self.arch).contains(&compute) {
+            let (name, own) = (&self.name, self.arch);
+            return Err(unavailable(format!(
+                "{name} has compute capability {own} / 10 and can act as {OLDEST_ARCH} to {own}, not as {compute}"
+            )));
+        }
+        (self.acts, self.arch) = (compute < self.arch, compute);
+        Ok(())
     }
 
     /// Makes the context current on this thread. Every call of the backend begins with it.
@@ -235,9 +249,9 @@ impl Device {
     }
 
     /// Loads a cubin.
-    pub(crate) fn module(&self, cubin: &[u8]) -> Result<Module> {
+    pub(crate) fn module(&self, code: &[u8]) -> Result<Module> {
         let mut module = null_mut();
-        driver!(cuModuleLoadData(&raw mut module, cubin.as_ptr().cast()))?;
+        driver!(cuModuleLoadData(&raw mut module, code.as_ptr().cast()))?;
         Ok(Module(module, Arc::clone(&self.context)))
     }
 

@@ -59,9 +59,9 @@ pub struct LoadOptions {
     /// Most tokens of a prefill chunk; `None`: 4096, or fewer where their activations would take more than a quarter of the
     /// memory.
     pub max_chunk: Option<usize>,
-    /// The kernels for GPUs that give a block so many KiB of shared memory (99, 163 or 227); `None`: those for this one. So that a GPU
-    /// can test what others run.
-    pub shared_kib: Option<usize>,
+    /// Acts as a GPU of this compute capability, times ten, which is not above its own: so that one can test what older ones run.
+    /// `None`: as what it is.
+    pub compute: Option<u32>,
 }
 
 const DEFAULT_CHUNK: usize = 4096;
@@ -118,14 +118,15 @@ impl CudaBackend {
     pub fn load(checkpoint: Arc<Checkpoint>, options: &LoadOptions) -> Result<CudaBackend> {
         let shape = checkpoint.config.shape.clone();
         plan::check(&shape, &checkpoint.weights)?;
-        let device = Device::open(options.device)?;
+        let mut device = Device::open(options.device)?;
+        if let Some(compute) = options.compute {
+            device.act_as(compute)?;
+        }
         let (needed, available) = (plan::weight_bytes(&checkpoint.weights), device.free_memory()?);
         if needed > available {
             return Err(Error::OutOfMemory { what: format!("the weights on {}", device.name), needed, available });
         }
-        let shared_kib = options.shared_kib.unwrap_or_else(|| compile::shared_kib(&compile::arch_name(device.arch)));
-        let cubin = compile::cubin(&shape, device.arch, shared_kib)?;
-        let kernels = Kernels::load(&device, &shape, shared_kib, &cubin)?;
+        let kernels = Kernels::load(&device, &shape, &compile::code(&shape, &device)?)?;
         let weights = plan::load_weights(&device, &kernels, &checkpoint)?;
         let pass = Pass { device: &device, overlap: device.overlaps() };
         let grid = ScratchGrid { parts: kernels.attention_parts(&pass), head: kernels.head_grid(&pass) };

@@ -31,9 +31,8 @@ struct Bench {
 impl Bench {
     fn new(shape: &Shape) -> Bench {
         let device = Device::open(0).expect("a GPU");
-        let shared_kib = compile::shared_kib(&compile::arch_name(device.arch));
-        let cubin = compile::cubin(shape, device.arch, shared_kib).expect("kernels");
-        let kernels = Kernels::load(&device, shape, shared_kib, &cubin).expect("loaded");
+        let code = compile::code(shape, &device).expect("kernels");
+        let kernels = Kernels::load(&device, shape, &code).expect("loaded");
         Bench { kernels, device }
     }
 
