@@ -7,7 +7,7 @@ use lily_backend::{Backend, Input, Row, RowOutput, Step, Want};
 use lily_cuda::{CudaBackend, LoadOptions};
 use lily_model::Checkpoint;
 use lily_model::tokenizer::Tokenizer;
-use lily_reference::ops;
+use lily_reference::quality::{Agreement, Likelihood};
 use lily_reference::{Logits, Reference};
 
 /// Tokens that suffice for the shares below to mean something, and that the reference gets through in a minute.
@@ -49,41 +49,25 @@ fn documents() -> Vec<Vec<u32>> {
         .collect()
 }
 
-/// Of every predicted token its log-probability and the most likely one.
-fn score(logits: &[f32], ids: &[u32], vocab: usize) -> Vec<(f64, usize)> {
-    let rows = logits.chunks_exact(vocab).zip(&ids[1..]);
-    rows.map(|(row, next)| {
-        let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = row.iter().map(|x| f64::from(x - highest).exp()).sum();
-        (f64::from(row[*next as usize] - highest) - sum.ln(), ops::greedy(row))
-    })
-    .collect()
-}
-
-fn perplexity(scores: &[(f64, usize)]) -> f64 {
-    (-scores.iter().map(|s| s.0).sum::<f64>() / scores.len() as f64).exp()
-}
-
-fn expected(checkpoint: &Checkpoint, documents: &[Vec<u32>]) -> Vec<(f64, usize)> {
-    let vocab = checkpoint.config.shape.vocab;
+/// The reference's logits of each document.
+fn expected(checkpoint: &Checkpoint, documents: &[Vec<u32>]) -> Vec<Vec<f32>> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let next = std::sync::atomic::AtomicUsize::new(0);
-    let mut scored: Vec<(usize, Vec<(f64, usize)>)> = std::thread::scope(|scope| {
+    let mut all: Vec<(usize, Vec<f32>)> = std::thread::scope(|scope| {
         let work = || {
             let reference = Reference::new(checkpoint);
             let mut own = Vec::new();
             loop {
                 let index = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                 let Some(ids) = documents.get(index) else { return own };
-                let logits = reference.forward(&mut reference.new_state(), ids, Logits::All);
-                own.push((index, score(&logits, ids, vocab)));
+                own.push((index, reference.forward(&mut reference.new_state(), ids, Logits::All)));
             }
         };
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().flat_map(|worker| worker.join().expect("scored")).collect()
+        workers.into_iter().flat_map(|worker| worker.join().expect("logits")).collect()
     });
-    scored.sort_by_key(|(index, _)| *index);
-    scored.into_iter().flat_map(|(_, scores)| scores).collect()
+    all.sort_by_key(|(index, _)| *index);
+    all.into_iter().map(|(_, logits)| logits).collect()
 }
 
 #[test]
@@ -96,8 +80,9 @@ fn held_out_text_is_as_likely_as_the_reference_says() {
     let options = LoadOptions { max_context: Some(DOCUMENT), max_chunk: Some(512), ..LoadOptions::default() };
     let mut backend = CudaBackend::load(Arc::clone(&checkpoint), &options).expect("loaded");
     for chunk in [512, 1] {
-        let mut got = Vec::new();
-        for ids in &documents {
+        let (mut likelihood, mut of_reference) = (Likelihood::default(), Likelihood::default());
+        let mut agreement = Agreement::default();
+        for (ids, expected) in documents.iter().zip(&expected) {
             let state = backend.new_state(ids.len()).expect("a state");
             let mut logits = Vec::new();
             for ids in ids.chunks(chunk) {
@@ -109,14 +94,18 @@ fn held_out_text_is_as_likely_as_the_reference_says() {
                 logits.extend(part);
             }
             backend.free_state(state).expect("freed");
-            got.extend(score(&logits, ids, vocab));
+            assert_eq!(logits.len(), expected.len());
+            let rows = logits.chunks_exact(vocab).zip(expected.chunks_exact(vocab));
+            for ((row, expected), next) in rows.zip(&ids[1..]) {
+                likelihood.add(row, *next);
+                of_reference.add(expected, *next);
+                agreement.add(expected, row);
+            }
         }
-        assert_eq!(got.len(), expected.len());
-        let (a, b) = (perplexity(&got), perplexity(&expected));
-        let same = got.iter().zip(&expected).filter(|(a, b)| a.1 == b.1).count() as f64 / got.len() as f64;
+        let (a, b, same) = (likelihood.perplexity(), of_reference.perplexity(), agreement.same_top_share());
         println!(
             "{} tokens in chunks of {chunk}: perplexity {a:.5}, of the reference {b:.5}, {:+.4} %; top-1 the same {:.2} %",
-            got.len(),
+            likelihood.tokens,
             (a / b - 1.0) * 100.0,
             same * 100.0
         );
