@@ -1,4 +1,4 @@
-//! The gated delta rule; see `delta.cu`, and for many tokens `delta_wide.cu` and `delta_scan.cu`.
+//! The gated delta rule; see `delta.cu`, for rows that share a pass `rows_delta.cu`, and for many tokens `delta_wide.cu` and `delta_scan.cu`.
 
 use lily_backend::Result;
 

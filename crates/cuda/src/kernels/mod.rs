@@ -36,6 +36,8 @@ pub(crate) const SOURCES: &[(&str, &str)] = &[
     ("attention_wide.cu", include_str!("attention_wide.cu")),
     ("moe.cu", include_str!("moe.cu")),
     ("rows.cu", include_str!("rows.cu")),
+    ("rows_experts.cu", include_str!("rows_experts.cu")),
+    ("rows_delta.cu", include_str!("rows_delta.cu")),
     ("delta_wide.cu", include_str!("delta_wide.cu")),
     ("delta_scan.cu", include_str!("delta_scan.cu")),
     ("sample.cu", include_str!("sample.cu")),

@@ -1,4 +1,4 @@
-//! Linears of several sessions' tokens, one token each; see `rows.cu`.
+//! Linears and experts of several sessions' tokens, one token each; see `rows.cu` and `rows_experts.cu`.
 
 use lily_backend::Result;
 
