@@ -132,9 +132,10 @@ impl Device {
     /// Makes it act as a GPU of compute capability `compute`, times ten.
     pub(crate) fn act_as(&mut self, compute: u32) -> Result<()> {
         if !(OLDEST_ARCH..=self.arch).contains(&compute) {
-            let (name, own) = (&self.name, self.arch);
+            let [wanted, oldest, own] = [compute, OLDEST_ARCH, self.arch].map(|c| format!("{}.{}", c / 10, c % 10));
+            let name = &self.name;
             return Err(unavailable(format!(
-                "{name} has compute capability {own} / 10 and can act as {OLDEST_ARCH} to {own}, not as {compute}"
+                "{name} can act as compute capability {oldest} to {own}, not as {wanted}"
             )));
         }
         (self.acts, self.arch) = (compute < self.arch, compute);
