@@ -129,13 +129,15 @@ impl Device {
         Ok(Device { context, stream, name, arch, acts: false, processors, memory })
     }
 
-    /// Makes it act as a GPU of compute capability `compute`, times ten.
+    /// Makes it act as a GPU of compute capability `compute`, times ten: as itself, or as an older one whose kernels do not overlap.
     pub(crate) fn act_as(&mut self, compute: u32) -> Result<()> {
-        if !(OLDEST_ARCH..=self.arch).contains(&compute) {
-            let [wanted, oldest, own] = [compute, OLDEST_ARCH, self.arch].map(|c| format!("{}.{}", c / 10, c % 10));
-            let name = &self.name;
+        let older = OLDEST_ARCH..self.arch.min(OVERLAP_ARCH);
+        if compute != self.arch && !older.contains(&compute) {
             return Err(unavailable(format!(
-                "{name} can act as compute capability {oldest} to {own}, not as {wanted}"
+                "{} can act as an older GPU of compute capability 8.0 to 8.9, not as one of {}.{}",
+                self.name,
+                compute / 10,
+                compute % 10
             )));
         }
         (self.acts, self.arch) = (compute < self.arch, compute);

@@ -59,7 +59,7 @@ pub struct LoadOptions {
     /// Most tokens of a prefill chunk; `None`: 4096, or fewer where their activations would take more than a quarter of the
     /// memory.
     pub max_chunk: Option<usize>,
-    /// Acts as a GPU of this compute capability, times ten, which is not above its own: so that one can test what older ones run.
+    /// Acts as a GPU of this compute capability, times ten, from 80 to 89 and below its own: so that one can test what older ones run.
     /// `None`: as what it is.
     pub compute: Option<u32>,
 }
