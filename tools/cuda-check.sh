@@ -4,7 +4,7 @@
 #     tools/cuda-check.sh build DIR               # where there is Rust: builds what the stages run and puts it into DIR
 #     tools/cuda-check.sh run DIR REPORT [STAGE]  # where there is a GPU, in a checkout at the same path: some or all stages
 #
-# Stages: laws (the backend contract; rows, kernels of older GPUs, each linear), layers (every stage of a pass against the reference, at the published sizes and at
+# Stages: laws (the backend contract; rows, kernels of older GPUs, each linear and the choice of experts), layers (every stage of a pass against the reference, at the published sizes and at
 # odd ones; attention beyond 100,000 tokens), goldens (mlx-lm's outputs; those of the wide checkpoint if `cargo xtask goldens` made
 # them), quality (held-out text through the demo model), memcheck and racecheck (compute-sanitizer over the demo model and over rows
 # that share a pass).
@@ -63,7 +63,7 @@ stage() {
         tests "laws of the contract" conformance
         tests "rows that share a pass" rows
         tests "kernels of older GPUs" older
-        tests "linears" lily_cuda kernels::tests
+        tests "linears and the choice of experts" lily_cuda kernels::tests
         ;;
     layers) tests "stages against the reference" layers ;;
     goldens)

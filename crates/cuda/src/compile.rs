@@ -1,7 +1,7 @@
 //! Kernels from source to machine code: the source for a shape, NVIDIA's run-time compiler, and where cubins are kept.
 //!
 //! A cubin comes from the binary if it was built with one for this shape and GPU (`cargo xtask cubins` makes them), else from the
-//! cache on disk, else from NVRTC of an installed CUDA toolkit.
+//! cache on disk, else from NVRTC of an installed CUDA toolkit. For a GPU that acts as an older one it is PTX, from the latter two.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt::Write as _;
@@ -76,16 +76,22 @@ pub fn key(source: &str, arch: &str) -> String {
 
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
-/// All kernels for a shape, as the driver takes them: machine code of the GPU, or, where it acts as an older one, what the driver compiles.
-pub(crate) fn code(shape: &Shape, device: &Device) -> Result<Vec<u8>> {
+/// All kernels for a shape on a GPU.
+pub(crate) fn kernels(shape: &Shape, device: &Device) -> Result<Kernels> {
     let arch = arch_name(device.arch);
-    let source = source(shape, shared_kib(&arch));
-    let key = key(&source, &arch);
+    let shared_kib = shared_kib(&arch);
+    let code = code(&source(shape, shared_kib), &arch, device.acts)?;
+    Kernels::load(device, Sizes::new(shape, shared_kib), &code)
+}
+
+/// A source as the driver takes it: machine code, or, where a GPU acts as an older one, PTX.
+fn code(source: &str, arch: &str, acts: bool) -> Result<Vec<u8>> {
+    let key = key(source, arch);
     let embedded = EMBEDDED.iter().find(|(name, _)| *name == key);
-    if let Some((_, cubin)) = embedded.filter(|_| !device.acts) {
+    if let Some((_, cubin)) = embedded.filter(|_| !acts) {
         return Ok(cubin.to_vec());
     }
-    let kind = if device.acts { "ptx" } else { "cubin" };
+    let kind = if acts { "ptx" } else { "cubin" };
     let cached = cache_directory().map(|directory| directory.join(format!("{key}.{kind}")));
     if let Some(code) = cached.as_ref().and_then(|path| std::fs::read(path).ok()) {
         tracing::debug!(key, "kernels from the cache");
@@ -98,7 +104,7 @@ pub(crate) fn code(shape: &Shape, device: &Device) -> Result<Vec<u8>> {
         other => other,
     })?;
     tracing::info!(arch, "compiling kernels for this GPU, once");
-    let code = if device.acts { compiler.ptx(&source, &arch)? } else { compiler.compile(&source, &arch)?.cubin };
+    let code = if acts { compiler.ptx(source, arch)? } else { compiler.compile(source, arch)?.cubin };
     if let Some(path) = cached
         && let Err(error) = store(&path, &code)
     {

@@ -251,7 +251,7 @@ impl Device {
         driver!(cuEventRecord(event.0, self.stream))
     }
 
-    /// Loads a cubin.
+    /// Loads a cubin, or PTX that ends with a zero byte.
     pub(crate) fn module(&self, code: &[u8]) -> Result<Module> {
         let mut module = null_mut();
         driver!(cuModuleLoadData(&raw mut module, code.as_ptr().cast()))?;

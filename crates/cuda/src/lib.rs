@@ -126,7 +126,7 @@ impl CudaBackend {
         if needed > available {
             return Err(Error::OutOfMemory { what: format!("the weights on {}", device.name), needed, available });
         }
-        let kernels = Kernels::load(&device, &shape, &compile::code(&shape, &device)?)?;
+        let kernels = compile::kernels(&shape, &device)?;
         let weights = plan::load_weights(&device, &kernels, &checkpoint)?;
         let pass = Pass { device: &device, overlap: device.overlaps() };
         let grid = ScratchGrid { parts: kernels.attention_parts(&pass), head: kernels.head_grid(&pass) };

@@ -545,6 +545,17 @@ struct Best {
     u32 unused;
 };
 DEVICE bool above(const Best& a, const Best& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+// The better of two, and whether one of them is bad.
+DEVICE void join(Best& own, const Best& other) {
+    own.bad |= other.bad;
+    if (above(other, own)) own.logit = other.logit, own.id = other.id;
+}
+// Of all lanes whose numbers are equal modulo LEAST.
+template <int LEAST> DEVICE void join_lanes(Best& own) {
+#pragma unroll
+    for (int d = 16; d >= LEAST; d /= 2)
+        join(own, Best{__shfl_xor_sync(FULL, own.logit, d), __shfl_xor_sync(FULL, own.id, d), __shfl_xor_sync(FULL, own.bad, d), 0});
+}
 KERNEL(THREADS, 2)
 head(const char* weights, const Run* run, const float* h, const float* norm, float* logits, Best* best) {
     typedef Tiles<HIDDEN_BLOCKS, 4> T;
@@ -571,19 +582,11 @@ head(const char* weights, const Run* run, const float* h, const float* norm, flo
                 if (id < limit && above(candidate, own)) own.logit = sum, own.id = id;
             }
         });
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) {
-        const Best other{__shfl_xor_sync(FULL, own.logit, d), __shfl_xor_sync(FULL, own.id, d), 0, 0};
-        own.bad |= __shfl_xor_sync(FULL, own.bad, d);
-        if (above(other, own)) own.logit = other.logit, own.id = other.id;
-    }
+    join_lanes<1>(own);
     if (t.lane == 0) bests[t.warp] = own;
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (int i = 1; i < WARPS; i++) {
-            own.bad |= bests[i].bad;
-            if (above(bests[i], own)) own.logit = bests[i].logit, own.id = bests[i].id;
-        }
+        for (int i = 1; i < WARPS; i++) join(own, bests[i]);
         best[blockIdx.x] = own;
     }
 }

@@ -17,7 +17,6 @@ use std::ffi::c_void;
 use lily_backend::Result;
 use lily_model::Shape;
 
-use crate::compile;
 use crate::device::{Device, Function, Launch, Module, Pointer};
 
 pub(crate) use gemm::{Finish, Gemm, Grouping};
@@ -206,10 +205,9 @@ macro_rules! kernels {
                 all
             }
 
-            /// Finds every kernel in what [`compile::code`] gave.
-            pub(crate) fn load(device: &Device, shape: &Shape, code: &[u8]) -> Result<Kernels> {
-                let shared_kib = compile::shared_kib(&compile::arch_name(device.arch));
-                let (module, sizes) = (device.module(code)?, Sizes::new(shape, shared_kib));
+            /// Finds every kernel in the compiled source for `sizes`.
+            pub(crate) fn load(device: &Device, sizes: Sizes, code: &[u8]) -> Result<Kernels> {
+                let module = device.module(code)?;
                 $(let shared = ($shared)(&sizes) as u32; let $name = (module.function(stringify!($name), shared)?, shared);)+
                 let wide = gemm::Wide::load(&module, device.arch)?;
                 let alone = gemv::Alone::load(&module, &sizes, device.arch)?;

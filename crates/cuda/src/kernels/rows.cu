@@ -483,26 +483,16 @@ DEVICE void head_of_quads(const char* weights, const Run* runs, const RowImage& 
             }
     }
 #pragma unroll
-    for (int d = 4; d < 32; d *= 2) bad |= __shfl_xor_sync(FULL, bad, d);
-#pragma unroll
     for (int q = 0; q < QUADS; q++) {
         Best own{highest[q][threadIdx.x], highest_id[q][threadIdx.x], bad >> q & 1, 0};
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) {
-            const Best other{__shfl_xor_sync(FULL, own.logit, d), __shfl_xor_sync(FULL, own.id, d), 0, 0};
-            if (above(other, own)) own.logit = other.logit, own.id = other.id;
-        }
+        join_lanes<4>(own);
         if (lane < 4) bests_of(warp)[4 * q + lane] = own;
     }
     __syncthreads();
     const int row = threadIdx.x;
     if (row >= rows) return;
     Best of_row = bests_of(0)[row];
-    for (int i = 1; i < HEAD_WARPS; i++) {
-        const Best other = bests_of(i)[row];
-        of_row.bad |= other.bad;
-        if (above(other, of_row)) of_row.logit = other.logit, of_row.id = other.id;
-    }
+    for (int i = 1; i < HEAD_WARPS; i++) join(of_row, bests_of(i)[row]);
     best[row * gridDim.x + blockIdx.x] = of_row;
 }
 KERNEL(ROW_THREADS, 1)

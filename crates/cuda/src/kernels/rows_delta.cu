@@ -1,5 +1,5 @@
 // The delta step of several sessions' tokens, one token each; each has the bits that it has alone, see delta.cu.
-// Reference: as there.
+// Reference: lily_reference::ops::{conv_step, delta_query, delta_key, decay, delta_step, gated_norm}.
 
 // Sums over 16 lanes of `own[p]`, x and y, of which each lane gets one: x (lanes below 8) or y of p = lane / 2 % 4. In the order of
 // sum_lanes, with a quarter of its exchanges: a lane gives away what it does not go on with.
@@ -80,15 +80,15 @@ rows_delta_step(const Run* run, int layer, const float* projected, const float4*
     }
     if (tid < DELTA_HEAD / 4) copy16(weights + 4 * tid, norm + 4 * tid);
     copy_commit();
-    const int one = first + min(tid, heads - 1);
-    const float rate = __ldg(rates + one), bias = __ldg(dt_bias + one);
+    const int own_head = first + min(tid, heads - 1);
+    const float rate = __ldg(rates + own_head), bias = __ldg(dt_bias + own_head);
     wait_for_inputs();
     float inputs[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++)
         if (r * 512 + tid < keys * CHANNELS) inputs[r] = load_cg(projected + channel_of(r * 512 + tid));
     const float z = load_cg(projected + PROJ_Z + first * DELTA_HEAD + min(tid, heads * DELTA_HEAD - 1));
-    const float a = load_cg(projected + PROJ_A + one), b = load_cg(projected + PROJ_B + one);
+    const float a = load_cg(projected + PROJ_A + own_head), b = load_cg(projected + PROJ_B + own_head);
 #pragma unroll
     for (int n = 1; n < STATE_SLOTS; n++) fetch(n);
     if (tid < heads * DELTA_HEAD) gates[tid] = silu(z);

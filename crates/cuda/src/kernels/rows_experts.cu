@@ -98,6 +98,7 @@ DEVICE u32 take_meetings(Meeting* to, const Meeting* list, const u32* count) {
     __syncthreads();
     return meetings;
 }
+
 // Gate and up of the chosen experts: x [rows, HIDDEN] to activation. Choices by logits [rows, ROUTER_ROWS]; the list, and weights
 // [rows, SHARES], are left for the down projections.
 KERNEL(ROW_THREADS, 1)

@@ -75,24 +75,12 @@ KERNEL(256, 1) pick_best(Run* run, const Best* bests, int count, Result* results
     wait_for_inputs();
     if (!run->greedy) return;
     Best own{-INFINITY, 0xffffffffu, 0, 0};
-    for (int i = threadIdx.x; i < count; i += 256) {
-        const Best other = bests[i];
-        own.bad |= other.bad;
-        if (above(other, own)) own.logit = other.logit, own.id = other.id;
-    }
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) {
-        const Best other{__shfl_xor_sync(FULL, own.logit, d), __shfl_xor_sync(FULL, own.id, d), 0, 0};
-        own.bad |= __shfl_xor_sync(FULL, own.bad, d);
-        if (above(other, own)) own.logit = other.logit, own.id = other.id;
-    }
+    for (int i = threadIdx.x; i < count; i += 256) join(own, bests[i]);
+    join_lanes<1>(own);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (int i = 1; i < 8; i++) {
-            own.bad |= warps[i].bad;
-            if (above(warps[i], own)) own.logit = warps[i].logit, own.id = warps[i].id;
-        }
+        for (int i = 1; i < 8; i++) join(own, warps[i]);
         const u32 status = own.bad ? BAD_LOGITS : own.id == 0xffffffffu ? EXCLUDED : 0;
         deliver(run, results, own.id, status);
     }

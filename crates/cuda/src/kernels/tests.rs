@@ -31,8 +31,7 @@ struct Bench {
 impl Bench {
     fn new(shape: &Shape) -> Bench {
         let device = Device::open(0).expect("a GPU");
-        let code = compile::code(shape, &device).expect("kernels");
-        let kernels = Kernels::load(&device, shape, &code).expect("loaded");
+        let kernels = compile::kernels(shape, &device).expect("kernels");
         Bench { kernels, device }
     }
 
